@@ -34,7 +34,7 @@ class ControlledTransport : public Transport {
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
     return control_->gather(mine, step);
   }
-  void check(const char*) override { control_->fate().check(); }
+  void check(const char*) override { control_->outcome().check(); }
   void abort(const std::string& why) noexcept override try {
     control_->tell(gave_up(*control_, why));
   } catch (...) {  // where there is no memory for the reason, the end itself takes none
@@ -61,19 +61,19 @@ class ControlledTransport : public Transport {
   void end_with_parent() override { control_->end_with_parent(); }
 
   std::shared_ptr<Transport> split(int color, int key) override {
-    const auto wishes = gather(control_->wish(color, key), "split of the communicator");
-    return branch(control_->group_of(wishes));
+    const auto requests = gather(control_->split_request(color, key), "split of the communicator");
+    return branch(control_->group_of(requests));
   }
 
  protected:
   Control& control() { return *control_; }
   const Control& control() const { return *control_; }
 
-  /// Compares what all ranks have said of `run`, [size]; null compares nothing. Throws UsageError
-  /// on every rank where another one has said something else than this one.
-  void compare(const std::uint64_t* said, RunName run, const char* step) {
-    for (int p = 0; said && p < size(); ++p)
-      if (said[p] != said[rank()]) disagree(run, p, step);
+  /// Compares the digests of `run` of all ranks, [size]; null compares nothing. Throws UsageError
+  /// on every rank where another one has another digest than this one.
+  void compare(const std::uint64_t* digests, RunName run, const char* step) {
+    for (int p = 0; digests && p < size(); ++p)
+      if (digests[p] != digests[rank()]) disagree(run, p, step);
   }
 
   /// Makes the transport among the members of a group; null where this rank is in none.

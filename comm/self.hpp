@@ -14,18 +14,18 @@ class SelfTransport : public ControlledTransport {
       : ControlledTransport(std::move(control)) {}
   Device device() const override { return Device::host; }
   std::string describe() const override { return "1 rank"; }
-  void wait(Stream, const char*) override { control().fate().check(); }
+  void wait(Stream, const char*) override { control().outcome().check(); }
 
  protected:
   int start(const Collective& collective, Stream, const char*) override {
-    control().fate().check();
+    control().outcome().check();
     if (collective.send != collective.recv && collective.bytes > 0)
       std::memmove(collective.recv, collective.send, collective.bytes);
     return -1;
   }
-  void finish(int, Stream) override { control().fate().check(); }
+  void finish(int, Stream) override { control().outcome().check(); }
   bool test(int) override {
-    control().fate().check();
+    control().outcome().check();
     return true;
   }
   void drop(int) noexcept override {}

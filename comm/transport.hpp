@@ -48,11 +48,11 @@ struct Collective {
   Kind kind = all_gather;
   const void* send = nullptr;
   void* recv = nullptr;
-  std::size_t bytes = 0;          // from one rank to one rank; of a shift, what is sent
-  std::size_t received = 0;       // of a shift
-  int place = 0;                  // the distance of a shift; the root of a broadcast
-  DType dtype = fp32;             // of what a reduce_scatter adds
-  std::uint64_t* said = nullptr;  // of an all_gather or all_to_all, which say what it is
+  std::size_t bytes = 0;             // from one rank to one rank; of a shift, what is sent
+  std::size_t received = 0;          // of a shift
+  int place = 0;                     // the distance of a shift; the root of a broadcast
+  DType dtype = fp32;                // of what a reduce_scatter adds
+  std::uint64_t* digests = nullptr;  // of an all_gather or all_to_all
 };
 
 /// A transfer that a collective has started. The memory that it sends and receives is its own until
@@ -152,35 +152,49 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// recv [size, bytes] = each rank's send [bytes]. It is in place when send == recv + rank *
   /// bytes.
   ///
-  /// `said` [size], in memory of the device, is what every rank says of its run (a hash of the
-  /// run's description), of which this rank's own is filled in. It is gathered beside the data. A
+  /// `digests` [size], in memory of the device, has every rank's agreement digest (a hash of what
+  /// its run was given), of which this rank's own is filled in. It is gathered beside the data. A
   /// collective that blocks compares and throws UsageError; where the work is queued, the kernel
   /// that reads the data compares (kernels::RunHeaders). With null nothing is compared.
   void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
-                  std::uint64_t* said = nullptr) {
-    run({.kind = Collective::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
+                  std::uint64_t* digests = nullptr) {
+    run({.kind = Collective::all_gather,
+         .send = send,
+         .recv = recv,
+         .bytes = bytes,
+         .digests = digests},
         stream, step);
   }
   [[nodiscard]] Transfer start_all_gather(const void* send, void* recv, std::size_t bytes,
                                           Stream stream, const char* step,
-                                          std::uint64_t* said = nullptr) {
-    return begin(
-        {.kind = Collective::all_gather, .send = send, .recv = recv, .bytes = bytes, .said = said},
-        stream, step);
+                                          std::uint64_t* digests = nullptr) {
+    return begin({.kind = Collective::all_gather,
+                  .send = send,
+                  .recv = recv,
+                  .bytes = bytes,
+                  .digests = digests},
+                 stream, step);
   }
 
-  /// recv[p] = send[rank] of rank p; both are [size, bytes]. `said` is as in all_gather.
+  /// recv[p] = send[rank] of rank p; both are [size, bytes]. `digests` is as in all_gather.
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
-                  std::uint64_t* said = nullptr) {
-    run({.kind = Collective::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
+                  std::uint64_t* digests = nullptr) {
+    run({.kind = Collective::all_to_all,
+         .send = send,
+         .recv = recv,
+         .bytes = bytes,
+         .digests = digests},
         stream, step);
   }
   [[nodiscard]] Transfer start_all_to_all(const void* send, void* recv, std::size_t bytes,
                                           Stream stream, const char* step,
-                                          std::uint64_t* said = nullptr) {
-    return begin(
-        {.kind = Collective::all_to_all, .send = send, .recv = recv, .bytes = bytes, .said = said},
-        stream, step);
+                                          std::uint64_t* digests = nullptr) {
+    return begin({.kind = Collective::all_to_all,
+                  .send = send,
+                  .recv = recv,
+                  .bytes = bytes,
+                  .digests = digests},
+                 stream, step);
   }
 
   /// Sends to rank + distance and receives from rank - distance, around the ring. What is sent and
@@ -336,7 +350,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual void on_wait(std::function<bool()>) {}
 
   /// The bytes that this rank's data collectives have brought from other ranks: what was asked for,
-  /// without headers and without what is said of the run. On processors they are counted as they
+  /// without headers and without digests. On processors they are counted as they
   /// come, on GPUs as the transfer is queued (one that a graph repeats counts once). What levels()
   /// made is counted with them; what was split from this transport otherwise counts its own.
   std::uint64_t received_bytes() const;

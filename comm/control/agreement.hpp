@@ -1,5 +1,5 @@
 // Tells what ranks must give alike. A layer keeps a log of its runs; every collective of a run
-// carries a hash of the run's description, and where two hashes differ, or a wait ends without
+// carries a digest of the run's description, and where two digests differ, or a wait ends without
 // data, the roll call (control.hpp) asks the logs for the descriptions, so that the error can name
 // the field. The description begins with the layer: ranks that run two layers in different orders
 // are found as those that run one layer with different arguments are.
@@ -7,6 +7,9 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "longspan/communicator.hpp"
 
@@ -76,5 +79,12 @@ class RunLog {
   /// where the log does not reach back so far.
   virtual NamedValues describe(std::uint32_t run) const = 0;
 };
+
+/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike, as far
+/// as both know.
+std::optional<std::string> difference(const std::vector<std::string>& one,
+                                      const std::string& rank_of_one,
+                                      const std::vector<std::string>& other,
+                                      const std::string& rank_of_other, const std::string& step);
 
 }  // namespace longspan::comm

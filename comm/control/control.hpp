@@ -1,6 +1,6 @@
 // The control plane: small texts between ranks, for meeting, for agreeing and for finding out who
 // is missing. Every wait has a deadline. When it passes, the ranks that still run call the roll:
-// each says at which step it waits and for how long, and the rank that stays silent is named. The
+// each tells at which step it waits and for how long, and the rank that stays silent is named. The
 // first verdict goes to all, so that every rank ends with the same error.
 #pragma once
 
@@ -56,7 +56,7 @@ class Control : public std::enable_shared_from_this<Control> {
   /// Sets what moves the data of open transfers while gather waits, where calls of this process
   /// move it: a peer may come to the gather only when it has that data. move() says whether any
   /// moved.
-  void meanwhile(std::function<bool()> move) { move_ = std::move(move); }
+  void set_progress(std::function<bool()> move) { move_ = std::move(move); }
 
   /// Is called where ranks were given different things for `run`. The roll call finds the field,
   /// and UsageError is thrown. Throws `otherwise` where no description says what differs.
@@ -82,7 +82,7 @@ class Control : public std::enable_shared_from_this<Control> {
   virtual void tell(const Failure& failure) noexcept = 0;
 
   /// Lets what was written leave. It is to be called before anything that waits for a peer in
-  /// another way: the peer may still wait for a letter.
+  /// another way: the peer may still wait for a message.
   virtual void flush() noexcept {}
 
   /// The name of a rank in messages: "5", or "1 (5 of all)" in what was split from another.
@@ -91,39 +91,39 @@ class Control : public std::enable_shared_from_this<Control> {
   /// that one.
   const std::vector<int>& origins() const { return origins_; }
 
-  /// What this rank says at a split, and the group that it finds in what all have said.
-  std::string wish(int color, int key) const;
-  Group group_of(const std::vector<std::string>& wishes) const;
+  /// What this rank asks for at a split, and the group that it finds in all ranks' requests.
+  std::string split_request(int color, int key) const;
+  Group group_of(const std::vector<std::string>& requests) const;
 
-  /// Makes a control plane among the members of a group, whose letters travel over this one, and
+  /// Makes a control plane among the members of a group, whose messages travel over this one, and
   /// which keeps it. It is null where this kind of control plane has none.
   virtual std::shared_ptr<Control> branch(const Group&) { return nullptr; }
 
   /// Takes this control plane's place below `parent`: ranks are named after it, and its end is the
   /// end of this one.
-  void descend(Control& parent, const Group& group);
+  void set_parent(Control& parent, const Group& group);
 
   /// Makes the end of this control plane the end of the one that it was split from too, for parts
   /// that all ranks of the parent use together: who waits in vain here may wait for one that waits
   /// in another part. So the roll is called in the parent, and a failure has the parent's numbers.
   void end_with_parent();
 
-  Fate& fate() { return *fate_; }
+  Outcome& outcome() { return *outcome_; }
 
   /// Ends the communicator everywhere and throws.
   [[noreturn]] void fail(const Failure& failure) {
-    if (whole_) whole_->fail(in_whole(failure));
+    if (failure_domain_) failure_domain_->fail(in_failure_domain(failure));
     tell(failure);
-    fate_->fail(failure);
+    outcome_->fail(failure);
   }
 
  protected:
   /// Moves the data of open transfers; false where none moved.
-  bool move_data() { return move_ && move_(); }
+  bool progress() { return move_ && move_(); }
 
   /// Is called from a loop that waits: asks the caller, ten times a second at most, whether to go
   /// on.
-  void heed(const char* step) {
+  void check_interrupt(const char* step) {
     if (gives_up_.now())
       fail({ErrorKind::rank_failure, rank(), step,
             "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
@@ -143,9 +143,9 @@ class Control : public std::enable_shared_from_this<Control> {
     return log ? log->describe(run.run) : NamedValues{};
   }
 
-  /// The parent, where this ends with it (end_with_parent); else null.
-  Control* whole() const { return whole_.get(); }
-  Failure in_whole(Failure failure) const {
+  /// The parent, where this fails with it (end_with_parent); else null.
+  Control* failure_domain() const { return failure_domain_.get(); }
+  Failure in_failure_domain(Failure failure) const {
     if (failure.rank >= 0) failure.rank = members_[failure.rank];
     return failure;
   }
@@ -154,12 +154,12 @@ class Control : public std::enable_shared_from_this<Control> {
   std::uint32_t next_number() const { return *next_number_; }
 
  private:
-  std::shared_ptr<Fate> fate_ = std::make_shared<Fate>();
+  std::shared_ptr<Outcome> outcome_ = std::make_shared<Outcome>();
   std::shared_ptr<std::uint32_t> next_number_ = std::make_shared<std::uint32_t>(1);
   std::vector<int> origins_;
   std::weak_ptr<Control> parent_;
   std::vector<int> members_;  // by the ranks here, those in the parent
-  std::shared_ptr<Control> whole_;
+  std::shared_ptr<Control> failure_domain_;
   GivesUp gives_up_;
   std::function<bool()> move_;
   milliseconds deadline_;
@@ -168,50 +168,10 @@ class Control : public std::enable_shared_from_this<Control> {
   std::map<std::uint32_t, std::weak_ptr<const RunLog>> logs_;
 };
 
-/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike, as far
-/// as both know.
-std::optional<std::string> difference(const std::vector<std::string>& one,
-                                      const std::string& rank_of_one,
-                                      const std::vector<std::string>& other,
-                                      const std::string& rank_of_other, const std::string& step);
-
 /// What a transport's abort(why) tells: that this rank gives up.
 Failure gave_up(const Control& control, const std::string& why);
 
 /// Makes a control plane for one process alone.
 std::unique_ptr<Control> self_control(milliseconds deadline);
-
-/// Sends and receives small messages without ever blocking; MPI and TCP each provide one.
-class Mailbox {
- public:
-  struct Letter {
-    /// left, died: this is the last letter that comes from this peer. damaged: what came from there
-    /// cannot be read, and `body` says why.
-    enum Kind { text, left, died, damaged };
-    int from = 0;
-    Kind kind = text;
-    std::string body = {};
-  };
-
-  virtual ~Mailbox() = default;
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
-  /// The rank whose process passes on the letters between all others, and which then gets those
-  /// that a rank posts to itself back to it; -1 where it is no rank of this mailbox. Nothing where
-  /// letters go straight, and for that rank itself.
-  virtual std::optional<int> relay() const { return std::nullopt; }
-  /// Posts a letter. Letters of one sender arrive in the order in which they were posted.
-  virtual void post(int to, const std::string& text) = 0;
-  virtual std::optional<Letter> next() = 0;
-  /// Lets posted letters leave, for at most `limit`. After a failure some may never leave.
-  virtual void flush(milliseconds limit) noexcept = 0;
-  /// Is called when the communicator failed: from now on nothing may wait for a peer.
-  virtual void abandon() noexcept {}
-  /// Is called when what was split from the communicator failed: a rank may not come to the common
-  /// end.
-  virtual void distrust() noexcept {}
-};
-
-std::unique_ptr<Control> mail_control(std::unique_ptr<Mailbox> mailbox, milliseconds deadline);
 
 }  // namespace longspan::comm

@@ -1,5 +1,7 @@
 #include "comm/control/failure.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <exception>
@@ -8,6 +10,10 @@
 #include "comm/control/wire.hpp"
 
 namespace longspan::comm {
+
+std::string seconds(std::chrono::milliseconds time) {
+  return fmt::format("{:g} s", time.count() / 1000.0);
+}
 
 void throw_failure(const Failure& failure) {
   const char* lost = "The communicator has ended, and there was no memory to keep the reason.";
@@ -38,8 +44,8 @@ Failure failure_from(const std::string& text) {
   return {static_cast<ErrorKind>(kind), static_cast<int>(rank), parts[2], parts[3]};
 }
 
-void Fate::note(const Failure& failure) noexcept {
-  std::vector<Heir> heirs;
+void Outcome::note(const Failure& failure) noexcept {
+  std::vector<Child> children;
   {
     const std::lock_guard lock(mutex_);
     if (failed_.load(std::memory_order_relaxed)) return;
@@ -51,13 +57,13 @@ void Fate::note(const Failure& failure) noexcept {
     } catch (const std::exception&) {
       first_.what.clear();
     }
-    heirs.swap(heirs_);
+    children.swap(children_);
     failed_.store(true, std::memory_order_release);
   }
-  pass_on(first_, heirs);
+  propagate(first_, children);
 }
 
-void Fate::throw_first() {
+void Outcome::throw_first() {
   if (!thrown_.exchange(true)) throw_failure(first_);
   Failure earlier{first_.kind, first_.rank, first_.step, {}};
   const std::string at = first_.step.empty() ? "" : ", at '" + first_.step + "'";
@@ -67,34 +73,34 @@ void Fate::throw_first() {
   throw_failure(earlier);
 }
 
-void Fate::bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members) {
-  std::vector<Heir> heirs{{heir, std::move(members)}};
+void Outcome::add_child(const std::shared_ptr<Outcome>& child, std::vector<int> members) {
+  std::vector<Child> children{{child, std::move(members)}};
   {
     const std::lock_guard lock(mutex_);
     if (!failed_.load(std::memory_order_relaxed)) {
-      std::erase_if(heirs_, [](const Heir& one) { return one.fate.expired(); });
-      heirs_.push_back(std::move(heirs.front()));
+      std::erase_if(children_, [](const Child& one) { return one.outcome.expired(); });
+      children_.push_back(std::move(children.front()));
       return;
     }
   }
-  pass_on(first_, heirs);
+  propagate(first_, children);
 }
 
-void Fate::pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexcept {
-  for (const Heir& heir : heirs) {
-    const std::shared_ptr<Fate> fate = heir.fate.lock();
-    if (!fate) continue;
-    const auto place = std::find(heir.members.begin(), heir.members.end(), failure.rank);
+void Outcome::propagate(const Failure& failure, const std::vector<Child>& children) noexcept {
+  for (const Child& child : children) {
+    const std::shared_ptr<Outcome> outcome = child.outcome.lock();
+    if (!outcome) continue;
+    const auto place = std::find(child.members.begin(), child.members.end(), failure.rank);
     Failure inherited{failure.kind, -1, {}, {}};
-    if (place != heir.members.end())
-      inherited.rank = static_cast<int>(place - heir.members.begin());
+    if (place != child.members.end())
+      inherited.rank = static_cast<int>(place - child.members.begin());
     try {
       inherited.step = failure.step;
       inherited.what = "The communicator that this one was split from has ended: " + failure.what;
-    } catch (const std::exception&) {  // where there is no memory for the words, the end itself
+    } catch (const std::exception&) {  // where there is no memory for the text, the end itself
                                        // takes none
     }
-    fate->note(inherited);
+    outcome->note(inherited);
   }
 }
 

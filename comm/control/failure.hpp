@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,6 +22,9 @@ struct Failure {
   std::string what;
 };
 
+/// A time as messages have it: "2.5 s".
+std::string seconds(std::chrono::milliseconds time);
+
 /// Throws a RankError, or a BackendError or UsageError where the kind says so.
 [[noreturn]] void throw_failure(const Failure& failure);
 
@@ -33,8 +37,8 @@ Failure failure_from(const std::string& text);
 long long number_from(const std::string& text, long long low, long long high);
 
 /// Holds the failure of a communicator. Any thread may look, and the first failure that one of them
-/// meets is kept. What was split from a communicator ends with it: a fate has heirs.
-class Fate {
+/// meets is kept. What was split from a communicator ends with it: an outcome has children.
+class Outcome {
  public:
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
@@ -43,25 +47,25 @@ class Fate {
     note(failure);
     throw_first();
   }
-  /// Keeps the first failure. It takes no memory where there is none: then the words are lost, and
+  /// Keeps the first failure. It takes no memory where there is none: then its text is lost, and
   /// the failure is not.
   void note(const Failure& failure) noexcept;
-  /// Lets `heir` end where this ends. `members` are, by its ranks, their ranks here.
-  void bequeath(const std::shared_ptr<Fate>& heir, std::vector<int> members);
+  /// Lets `child` end where this ends. `members` are, by its ranks, their ranks here.
+  void add_child(const std::shared_ptr<Outcome>& child, std::vector<int> members);
   void check() {
     if (failed()) throw_first();
   }
 
  private:
-  struct Heir {
-    std::weak_ptr<Fate> fate;
+  struct Child {
+    std::weak_ptr<Outcome> outcome;
     std::vector<int> members;
   };
   [[noreturn]] void throw_first();
-  static void pass_on(const Failure& failure, const std::vector<Heir>& heirs) noexcept;
+  static void propagate(const Failure& failure, const std::vector<Child>& children) noexcept;
 
   std::mutex mutex_;
-  std::vector<Heir> heirs_;
+  std::vector<Child> children_;
   std::atomic<bool> failed_{false};
   std::atomic<bool> thrown_{false};
   Failure first_;  // never written after failed_ is set

@@ -20,7 +20,7 @@ class GpuSelf final : public SelfTransport {
   std::string describe() const override { return name_of_gpu(gpu_) + " | 1 rank"; }
 
   void wait(Stream stream, const char* step) override {
-    control().fate().check();
+    control().outcome().check();
     Patience patient(deadline());
     wait_for_stream(cuda(stream), patient, [&] {
       if (patient.over()) control().timed_out(step, patient.waited());
@@ -29,11 +29,11 @@ class GpuSelf final : public SelfTransport {
 
  protected:
   void run(const Collective& collective, Stream stream, const char*) override {
-    control().fate().check();
+    control().outcome().check();
     copy_on(cuda(stream), collective.send, collective.recv, collective.bytes);
   }
   int start(const Collective& collective, Stream stream, const char*) override {
-    control().fate().check();
+    control().outcome().check();
     side_.make();
     return side_.start(cuda(stream), [&](cudaStream_t side) {
       copy_on(side, collective.send, collective.recv, collective.bytes);
@@ -41,11 +41,11 @@ class GpuSelf final : public SelfTransport {
   }
   void finish(int number, Stream stream) override {
     side_.give_back(number);
-    control().fate().check();
+    control().outcome().check();
     side_.join(number, cuda(stream));
   }
   bool test(int number) override {
-    control().fate().check();
+    control().outcome().check();
     return side_.is_done(number);
   }
   void drop(int number) noexcept override { side_.give_back(number); }

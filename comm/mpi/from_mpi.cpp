@@ -1,4 +1,4 @@
-// Makes our communicator of an MPI communicator: letters go over MPI in any case, states over MPI
+// Makes our communicator of an MPI communicator: messages go over MPI in any case, states over MPI
 // on processors and over NCCL on GPUs.
 #include "comm/mpi/from_mpi.hpp"
 

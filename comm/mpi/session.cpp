@@ -208,7 +208,8 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
                            std::shared_ptr<MpiSession> session,
                            const std::function<bool()>& gives_up)
     : session_(std::move(session)) {
-  // A tag that the caller is unlikely to use; letters travel on `comm` only when a rank is missing.
+  // A tag that the caller is unlikely to use; messages travel on `comm` only when a rank is
+  // missing.
   constexpr int kRollCallTag = 30571;
   const std::string step = "make the communicator";
   Patience patient(deadline - deadline / 4);
@@ -240,7 +241,7 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
     throw;
   }
   comm_ = *place;
-  // Open MPI 4.1 can crash on a letter that overtakes the birth of its communicator, so no rank
+  // Open MPI 4.1 can crash on a message that overtakes the birth of its communicator, so no rank
   // writes before all have it.
   LONGSPAN_MPI(MPI_Ibarrier(comm, &request));
   complete(request);

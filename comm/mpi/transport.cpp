@@ -113,7 +113,7 @@ class MpiTransport final : public ControlledTransport {
     Open& open = *open_[number];
     open.is_taken = false;
     or_drop_all([&] {
-      control().fate().check();
+      control().outcome().check();
       Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (!move(open)) {
@@ -133,7 +133,7 @@ class MpiTransport final : public ControlledTransport {
     Open& open = *open_[number];
     bool done = false;
     or_drop_all([&] {
-      control().fate().check();
+      control().outcome().check();
       done = move(open);
       if (!done) control().check(open.step.c_str(), milliseconds(0));
     });
@@ -209,21 +209,22 @@ class MpiTransport final : public ControlledTransport {
     return open.staged.get();
   }
 
-  /// Does the same, with what this rank says of its run, if it says anything, behind the bytes.
-  const std::byte* stage_with_word(Open& open, std::size_t bytes) const {
-    const std::uint64_t* said = open.collective.said;
-    std::byte* staged = stage(open, bytes, said ? sizeof *said : 0);
-    if (said) std::memcpy(staged + bytes, said + rank(), sizeof *said);
+  /// Does the same, with this rank's digest of its run, where the collective has digests, behind
+  /// the bytes.
+  const std::byte* stage_with_digest(Open& open, std::size_t bytes) const {
+    const std::uint64_t* digests = open.collective.digests;
+    std::byte* staged = stage(open, bytes, digests ? sizeof *digests : 0);
+    if (digests) std::memcpy(staged + bytes, digests + rank(), sizeof *digests);
     return staged;
   }
-  /// Receives what a peer says of its run, which travels ahead of the data.
-  void receive_word(Open& open, int peer) const {
-    if (!open.collective.said) return;
-    receive(open, open.collective.said + peer, sizeof *open.collective.said, peer);
-    open.received -= sizeof *open.collective.said;  // it is none of the data
+  /// Receives a peer's digest of its run, which travels ahead of the data.
+  void receive_digest(Open& open, int peer) const {
+    if (!open.collective.digests) return;
+    receive(open, open.collective.digests + peer, sizeof *open.collective.digests, peer);
+    open.received -= sizeof *open.collective.digests;  // it is none of the data
   }
-  void send_word(Open& open, const std::byte* word, int peer) const {
-    if (open.collective.said) send(open, word, sizeof *open.collective.said, peer);
+  void send_digest(Open& open, const std::byte* digest, int peer) const {
+    if (open.collective.digests) send(open, digest, sizeof *open.collective.digests, peer);
   }
 
   void post(Open& open) {
@@ -235,26 +236,26 @@ class MpiTransport final : public ControlledTransport {
     if (size() == 1) return keep(collective.send, collective.recv, bytes);
     switch (collective.kind) {
       case Collective::all_gather: {
-        const std::byte* staged = stage_with_word(open, bytes);
+        const std::byte* staged = stage_with_digest(open, bytes);
         for_peers([&](int p) {
-          receive_word(open, p);
+          receive_digest(open, p);
           receive(open, at(collective.recv, p * bytes), bytes, p);
         });
         for_peers([&](int p) {
-          send_word(open, staged + bytes, p);
+          send_digest(open, staged + bytes, p);
           send(open, staged, bytes, p);
         });
         keep(collective.send, at(collective.recv, rank() * bytes), bytes);
         break;
       }
       case Collective::all_to_all: {
-        const std::byte* staged = stage_with_word(open, bytes * size());
+        const std::byte* staged = stage_with_digest(open, bytes * size());
         for_peers([&](int p) {
-          receive_word(open, p);
+          receive_digest(open, p);
           receive(open, at(collective.recv, p * bytes), bytes, p);
         });
         for_peers([&](int p) {
-          send_word(open, staged + bytes * size(), p);
+          send_digest(open, staged + bytes * size(), p);
           send(open, staged + p * bytes, bytes, p);
         });
         keep(at(collective.send, rank() * bytes), at(collective.recv, rank() * bytes), bytes);
@@ -356,7 +357,7 @@ class MpiTransport final : public ControlledTransport {
   /// Does what is left to do when all has come.
   void conclude(Open& open) {
     const Collective& collective = open.collective;
-    compare(collective.said, open.run, open.step.c_str());
+    compare(collective.digests, open.run, open.step.c_str());
     if (collective.kind == Collective::reduce_scatter && size() > 1) {
       const std::byte* sent = open.staged.get();
       const std::byte* came = sent + collective.bytes * size();
@@ -410,7 +411,8 @@ class MpiTransport final : public ControlledTransport {
       complete(milliseconds(200));
     }
     // An error of another kind (no memory) loses the exchange too, and with it the communicator.
-    if (!control().fate().failed()) abort("it met an error in an exchange; its own output says it");
+    if (!control().outcome().failed())
+      abort("it met an error in an exchange; its own output says it");
   }
 
   /// Whether MPI is done with all requests; it waits for that no longer than `limit`.

@@ -9,7 +9,7 @@
 
 namespace longspan::comm {
 
-/// It is collective over `duplicate`, which it shares with the letters of `control`.
+/// It is collective over `duplicate`, which it shares with the messages of `control`.
 std::shared_ptr<Transport> mpi_transport(std::shared_ptr<MpiDuplicate> duplicate,
                                          std::shared_ptr<Control> control);
 

@@ -23,7 +23,7 @@ class NcclControl final : public Control {
   }
   ~NcclControl() override {
     // A stream with stuck work would block its own end.
-    if (!fate().failed()) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaStreamDestroy(stream_)));
+    if (!outcome().failed()) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaStreamDestroy(stream_)));
   }
 
   int rank() const override { return rank_; }
@@ -31,7 +31,7 @@ class NcclControl final : public Control {
 
   /// Gathers first the lengths, then the texts, each in a slot as long as the longest.
   std::vector<std::string> gather(const std::string& mine, const std::string& step) override {
-    fate().check();
+    outcome().check();
     const auto lengths = exchange<std::uint64_t>({mine.size()}, step);
     const std::uint64_t longest = *std::max_element(lengths.begin(), lengths.end());
     if (longest == 0) return std::vector<std::string>(size_);
@@ -43,13 +43,13 @@ class NcclControl final : public Control {
     return texts;
   }
 
-  void check(const char*, milliseconds) override { fate().check(); }
+  void check(const char*, milliseconds) override { outcome().check(); }
 
   [[noreturn]] void timed_out(const char* step, milliseconds) override {
-    fate().fail({ErrorKind::timeout, -1, step,
-                 fmt::format("A rank did not come to '{}' within the deadline of {:g} s; over NCCL "
-                             "alone it has no name. LONGSPAN_DEADLINE_S sets the deadline.",
-                             step, deadline().count() / 1000.0)});
+    outcome().fail({ErrorKind::timeout, -1, step,
+                    fmt::format("A rank did not come to '{}' within the deadline of {}; over NCCL "
+                                "alone it has no name. LONGSPAN_DEADLINE_S sets the deadline.",
+                                step, seconds(deadline()))});
   }
 
   /// Is called on every rank, as every rank sees the difference. So all of them come here, and can
@@ -72,7 +72,7 @@ class NcclControl final : public Control {
     fail(otherwise);
   }
 
-  void tell(const Failure& failure) noexcept override { fate().note(failure); }
+  void tell(const Failure& failure) noexcept override { outcome().note(failure); }
 
  private:
   template <class T>

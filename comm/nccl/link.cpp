@@ -135,7 +135,7 @@ ncclResult_t Link::state() const {
 }
 
 void Link::check(Control& control, const char* step, milliseconds waited) {
-  control.fate().check();
+  control.outcome().check();
   if (const auto expired = watchdog_->expired()) control.timed_out(expired->c_str(), waited);
   const ncclResult_t found = state();
   if (worked(found)) return;
@@ -182,7 +182,7 @@ ncclComm_t Link::split(Control& control, int color, int key, const char* step) {
 }
 
 void Link::call(Control& control, const char* step, const Call& work) {
-  control.fate().check();
+  control.outcome().check();
   ncclResult_t result = ncclSuccess;
   {
     const std::lock_guard lock(handle_->mutex);
@@ -209,7 +209,7 @@ void Link::watch(cudaStream_t stream, const char* step) {
 }
 
 void Link::wait(Control& control, cudaStream_t stream, const char* step) try {
-  control.fate().check();
+  control.outcome().check();
   Patience patient(control.patience());
   wait_for_stream(stream, patient, [&] {
     control.check(step, patient.waited());

@@ -216,15 +216,15 @@ std::unique_ptr<PeerBuffers> PeerBuffers::open(Transport& world, std::size_t byt
     LONGSPAN_CUDA(cudaIpcGetMemHandle(&handle, view.peer_buffer[rank]));
   });
   peer_buffers->shared_ = failure.empty();
-  const auto told =
+  const auto answers =
       world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the peer buffers");
-  why = first_failure(part(told, 0));
+  why = first_failure(part(answers, 0));
   if (!why.empty()) {
     peer_buffers->shared_ = false;  // no rank opens what it was given
     return nullptr;
   }
 
-  const auto handles = part(told, 1), nonces = part(told, 2);
+  const auto handles = part(answers, 1), nonces = part(answers, 2);
   failure = failure_of([&] {
     for (int p = 0; p < ranks; ++p)
       if (p != rank) peer_buffers->map(p, handles[p], from_bytes<std::uint64_t>(nonces[p]));

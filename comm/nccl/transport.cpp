@@ -54,9 +54,9 @@ class NcclTransport final : public ControlledTransport {
   /// split from one that has, may have work that never ends: it waits for nobody.
   ~NcclTransport() override {
     control().flush();
-    if (control().fate().failed() || peer_buffers_->failed()) link_->abort();
+    if (control().outcome().failed() || peer_buffers_->failed()) link_->abort();
     peer_buffers_->end(link_->end());
-    if (control().fate().failed()) side_.abandon();
+    if (control().outcome().failed()) side_.abandon();
   }
 
   /// Checks that NCCL works between the ranks by a first exchange, which also makes its
@@ -112,7 +112,7 @@ class NcclTransport final : public ControlledTransport {
   PutRanks begin_puts(const std::byte* buffer, const char* step) override {
     const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
     if (!found) return Transport::begin_puts(buffer, step);
-    control().fate().check();
+    control().outcome().check();
     return found->put_ranks();
   }
 
@@ -136,7 +136,7 @@ class NcclTransport final : public ControlledTransport {
 
   void check(const char* step) override {
     or_abort([&] {
-      control().fate().check();
+      control().outcome().check();
       check_reports(step);
     });
   }
@@ -166,14 +166,14 @@ class NcclTransport final : public ControlledTransport {
   void finish(int number, Stream stream) override {
     side_.give_back(number);  // its event is recorded anew by the next start at the earliest
     or_abort([&] {
-      control().fate().check();
+      control().outcome().check();
       side_.join(number, cuda(stream));
     });
   }
 
   bool test(int number) override {
     return or_abort([&] {
-      control().fate().check();
+      control().outcome().check();
       return side_.is_done(number);
     });
   }
@@ -192,9 +192,9 @@ class NcclTransport final : public ControlledTransport {
     std::shared_ptr<Control> own = control().branch(group);
     try {
       auto link = std::make_shared<Link>(comm, own ? own->patience() : deadline());
-      if (!own) {  // letters travel over NCCL itself
+      if (!own) {  // messages travel over NCCL itself
         own = nccl_control(link, group.rank, static_cast<int>(group.members.size()), deadline());
-        own->descend(control(), group);
+        own->set_parent(control(), group);
       }
       link->settle(*own, step);
       const Place place = find_place(*own);
@@ -218,7 +218,7 @@ class NcclTransport final : public ControlledTransport {
       return work();
     } catch (...) {
       peer_buffers_->abort();
-      if (control().fate().failed()) end_children();
+      if (control().outcome().failed()) end_children();
       throw;
     }
   }
@@ -227,7 +227,7 @@ class NcclTransport final : public ControlledTransport {
   template <class Work>
   int start_beside(Stream stream, const Work& work) {
     return or_abort([&] {
-      control().fate().check();
+      control().outcome().check();
       return side_.start(cuda(stream), work);
     });
   }
@@ -313,15 +313,15 @@ class NcclTransport final : public ControlledTransport {
         const auto gather = [&] {
           return ncclAllGather(collective.send, collective.recv, bytes, ncclInt8, comm, stream);
         };
-        if (!collective.said) return gather();
+        if (!collective.digests) return gather();
         ncclGroupStart();
-        gather_words(collective, comm, stream);
+        gather_digests(collective, comm, stream);
         gather();
         return ncclGroupEnd();
       }
       case Collective::all_to_all:
         ncclGroupStart();
-        if (collective.said) gather_words(collective, comm, stream);
+        if (collective.digests) gather_digests(collective, comm, stream);
         for (int p = 0; p < size(); ++p) {
           const auto at = static_cast<std::size_t>(p) * bytes;
           ncclSend(static_cast<const char*>(collective.send) + at, bytes, ncclInt8, p, comm,
@@ -343,10 +343,10 @@ class NcclTransport final : public ControlledTransport {
     return ncclInvalidUsage;
   }
 
-  /// Gathers what every rank says of its run, in one group with the data and so in one launch.
-  void gather_words(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
-    ncclAllGather(collective.said + rank(), collective.said, sizeof *collective.said, ncclInt8,
-                  comm, stream);
+  /// Gathers every rank's digest of its run, in one group with the data and so in one launch.
+  void gather_digests(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
+    ncclAllGather(collective.digests + rank(), collective.digests, sizeof *collective.digests,
+                  ncclInt8, comm, stream);
   }
 
   /// Reports an exchange that went wrong. In one layer it ends the communicator for all, and the
@@ -362,7 +362,7 @@ class NcclTransport final : public ControlledTransport {
     if (report.kind == PeerReport::none) return;
     if (report.kind == PeerReport::differs)
       disagree({layer, report.run}, static_cast<int>(report.rank), step);
-    control().fate().check();
+    control().outcome().check();
     control().timed_out(step, control().patience());  // the roll call says which rank is missing
   }
 

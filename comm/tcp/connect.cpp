@@ -1,7 +1,8 @@
-// Three words of fixed size on each connection, so that nothing of the data behind them is read:
+// Three messages of fixed size (the handshake) on each connection, so that nothing of the data
+// behind them is read:
 //     hello    from who connects, with the key of the other
 //     welcome  back, with the key of who connected: it is no stranger at the same address
-//     seated   from who connects: it has heard so, and uses this connection and no other
+//     seated   from who connects: it has read that, and uses this connection and no other
 #include "comm/tcp/connect.hpp"
 
 #include <fmt/format.h>
@@ -27,13 +28,14 @@ namespace {
 using Clock = Patience::Clock;
 
 constexpr const char* kStep = "connect the ranks";
-/// The longest time from a connection to its last word, and the strangers that are heard at once.
+/// The longest time from a connection to the last message of its handshake, and the strangers that
+/// are served at once.
 constexpr std::chrono::seconds kStay{5};
 constexpr int kStrangers = 16;
 /// A message of 1 MB then leaves in one call, and its sender need not be woken again and again.
 constexpr int kBuffer = 4 << 20;
 
-struct Word {
+struct Handshake {
   enum Kind : std::uint32_t { hello = 1, welcome, seated };
   std::uint32_t magic;
   std::uint32_t kind;
@@ -59,15 +61,15 @@ struct Entry {
 /// A connection that is being made.
 struct Line {
   Fd fd;
-  int peer = -1;          // not known yet of who came
-  Word::Kind wants = {};  // the word that comes next
-  std::size_t came = 0;   // bytes of it
-  std::array<char, sizeof(Word)> bytes{};
+  int peer = -1;               // not known yet of who came
+  Handshake::Kind wants = {};  // the message that comes next
+  std::size_t came = 0;        // bytes of it
+  std::array<char, sizeof(Handshake)> bytes{};
   bool connecting = false;
   Clock::time_point since = Clock::now();
 
-  /// True when the whole word is there. False for more to come, or the end: then fd is gone.
-  bool hear() {
+  /// True when the whole message is there. False for more to come, or the end: then fd is gone.
+  bool read() {
     while (came < bytes.size()) {
       const ssize_t got = ::recv(fd.get(), bytes.data() + came, bytes.size() - came, 0);
       if (got < 0 && errno == EINTR) continue;
@@ -82,11 +84,12 @@ struct Line {
     return true;
   }
 
-  /// An empty socket takes a word as a whole.
-  void say(Word::Kind kind, int from, int to, const std::string& key) {
-    Word word{kMagic, kind, static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to), {}};
-    std::copy_n(key.begin(), std::min(key.size(), word.key.size()), word.key.begin());
-    if (::send(fd.get(), &word, sizeof word, MSG_NOSIGNAL) != sizeof word) fd = Fd();
+  /// An empty socket takes a message as a whole.
+  void send(Handshake::Kind kind, int from, int to, const std::string& key) {
+    Handshake message{
+        kMagic, kind, static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to), {}};
+    std::copy_n(key.begin(), std::min(key.size(), message.key.size()), message.key.begin());
+    if (::send(fd.get(), &message, sizeof message, MSG_NOSIGNAL) != sizeof message) fd = Fd();
   }
 };
 
@@ -138,13 +141,13 @@ class Meeting {
                                           [](const Fd& fd) { return static_cast<bool>(fd); }));
   }
 
-  bool right(const Line& line, Word::Kind kind, int from) const {
-    Word word;
-    std::memcpy(&word, line.bytes.data(), sizeof word);
-    return word.magic == kMagic && word.kind == kind &&
-           word.from == static_cast<std::uint32_t>(from) &&
-           word.to == static_cast<std::uint32_t>(control_.rank()) &&
-           same_secret(key_, std::string(word.key.begin(), word.key.end()));
+  bool right(const Line& line, Handshake::Kind kind, int from) const {
+    Handshake message;
+    std::memcpy(&message, line.bytes.data(), sizeof message);
+    return message.magic == kMagic && message.kind == kind &&
+           message.from == static_cast<std::uint32_t>(from) &&
+           message.to == static_cast<std::uint32_t>(control_.rank()) &&
+           same_secret(key_, std::string(message.key.begin(), message.key.end()));
   }
 
   void give_up(Goal& goal, std::string why) {
@@ -170,13 +173,13 @@ class Meeting {
       getsockopt(line.fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
       if (error != 0) return give_up(goal, std::strerror(error));
       line.connecting = false;
-      line.say(Word::hello, control_.rank(), line.peer, all_[line.peer].key);
+      line.send(Handshake::hello, control_.rank(), line.peer, all_[line.peer].key);
       if (!line.fd) return give_up(goal, "it hung up");
     }
-    if (line.hear()) {
-      if (!right(line, Word::welcome, line.peer))
+    if (line.read()) {
+      if (!right(line, Handshake::welcome, line.peer))
         return give_up(goal, "somebody else answers there");
-      line.say(Word::seated, control_.rank(), line.peer, all_[line.peer].key);
+      line.send(Handshake::seated, control_.rank(), line.peer, all_[line.peer].key);
       if (!line.fd) return give_up(goal, "it hung up");
       made_[line.peer] = std::move(line.fd);
     } else if (!line.fd) {
@@ -200,7 +203,7 @@ class Meeting {
     Line& line = goal.line;
     line.fd = Fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     line.since = Clock::now();
-    line.wants = Word::welcome;
+    line.wants = Handshake::welcome;
     line.came = 0;
     line.connecting = true;
     if (!line.fd || (::connect(line.fd.get(), address.get(), address.length) != 0 &&
@@ -221,23 +224,23 @@ class Meeting {
         guests_.erase(std::find_if(guests_.begin(), guests_.end(), unknown));
       Line& guest = guests_.emplace_back();
       guest.fd = std::move(fd);
-      guest.wants = Word::hello;
+      guest.wants = Handshake::hello;
     }
   }
 
   void serve(Line& guest) {
-    while (guest.fd && guest.hear()) {
-      Word word;
-      std::memcpy(&word, guest.bytes.data(), sizeof word);
-      const int from = guest.peer >= 0 ? guest.peer : claimed(word);
+    while (guest.fd && guest.read()) {
+      Handshake message;
+      std::memcpy(&message, guest.bytes.data(), sizeof message);
+      const int from = guest.peer >= 0 ? guest.peer : claimed(message);
       if (from < 0 || !right(guest, guest.wants, from)) {
         guest.fd = Fd();
-      } else if (guest.wants == Word::hello) {
+      } else if (guest.wants == Handshake::hello) {
         for (Line& other : guests_)
           if (other.peer == from) other.fd = Fd();  // it has given that one up
         guest.peer = from;
-        guest.wants = Word::seated;
-        guest.say(Word::welcome, control_.rank(), from, all_[from].key);
+        guest.wants = Handshake::seated;
+        guest.send(Handshake::welcome, control_.rank(), from, all_[from].key);
       } else {
         if (!made_[from]) made_[from] = std::move(guest.fd);
         guest.fd = Fd();
@@ -246,10 +249,10 @@ class Meeting {
   }
 
   /// A rank that comes to this one and has not come; -1: none.
-  int claimed(const Word& word) const {
-    const bool comes = word.from > static_cast<std::uint32_t>(control_.rank()) &&
-                       word.from < static_cast<std::uint32_t>(control_.size());
-    return comes && !made_[word.from] ? static_cast<int>(word.from) : -1;
+  int claimed(const Handshake& message) const {
+    const bool comes = message.from > static_cast<std::uint32_t>(control_.rank()) &&
+                       message.from < static_cast<std::uint32_t>(control_.size());
+    return comes && !made_[message.from] ? static_cast<int>(message.from) : -1;
   }
 
   /// Names a rank that this one cannot reach, while those that wait for it still wait.
@@ -302,10 +305,10 @@ std::vector<Fd> connect_ranks(Control& control) {
     throw;
   }
   const Door& far = doors.back();
-  const auto told = control.gather(
+  const auto reports = control.gather(
       pack(std::to_string(far.port), key, pack_all(far.hosts), doors.front().hosts.front()), kStep);
   std::vector<Entry> all;
-  for (const std::string& text : told) {
+  for (const std::string& text : reports) {
     auto parts = unpack(text, 4);
     const bool is_near = places[all.size()] == places[control.rank()];
     all.push_back({static_cast<int>(number_from(parts[0], 0, 65535)), std::move(parts[1]),

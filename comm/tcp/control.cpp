@@ -11,6 +11,7 @@
 #include <optional>
 #include <utility>
 
+#include "comm/control/mailbox.hpp"
 #include "comm/control/wire.hpp"
 #include "comm/tcp/address.hpp"
 #include "comm/tcp/hello.hpp"
@@ -29,11 +30,11 @@ class TcpMailbox final : public Mailbox {
   ~TcpMailbox() override {
     try {
       frames_.push({Frame::left});
-    } catch (...) {  // no memory for a goodbye: the others hear that the connection ended
+    } catch (...) {  // no memory for a goodbye: the others see that the connection ended
     }
     flush(milliseconds(500));
     frames_.finish();
-    // Closing with letters unread would reset the connection and lose what was just sent.
+    // Closing with messages unread would reset the connection and lose what was just sent.
     for (Patience patient(milliseconds(500)); frames_.open() && !patient.over(); patient.pause()) {
       try {
         frames_.read();
@@ -53,16 +54,16 @@ class TcpMailbox final : public Mailbox {
     frames_.write();
   }
 
-  std::optional<Letter> next() override {
+  std::optional<Message> next() override {
     frames_.write();
     frames_.read();
-    if (auto frame = frames_.next()) return letter_of(std::move(*frame));
-    if (frames_.open() || heard_end_of_0_) return std::nullopt;
-    heard_end_of_0_ = true;
+    if (auto frame = frames_.next()) return message_of(std::move(*frame));
+    if (frames_.open() || saw_end_of_0_) return std::nullopt;
+    saw_end_of_0_ = true;
     if (!frames_.damage().empty()) return damaged(frames_.damage());
     if (const std::string why = hub_ ? hub_->trouble() : ""; !why.empty())
-      return damaged("the thread for letters between ranks ended (" + why + ")");
-    return Letter{0, Letter::died};  // the hub ended without a word, and rank 0 with it
+      return damaged("the thread for messages between ranks ended (" + why + ")");
+    return Message{0, Message::died};  // the hub ended without a message, and rank 0 with it
   }
 
   void flush(milliseconds limit) noexcept override {
@@ -76,7 +77,7 @@ class TcpMailbox final : public Mailbox {
   }
 
  private:
-  Letter letter_of(Frame frame) {
+  Message message_of(Frame frame) {
     if (frame.kind == Frame::refused) return damaged(printable(frame.body));
     const bool known =
         frame.kind == Frame::text || frame.kind == Frame::left || frame.kind == Frame::died;
@@ -84,24 +85,24 @@ class TcpMailbox final : public Mailbox {
       return damaged(fmt::format("a frame of kind {} from rank {}",
                                  static_cast<std::uint32_t>(frame.kind), frame.peer));
     const int from = static_cast<int>(frame.peer);
-    if (frame.kind == Frame::text) return Letter{from, Letter::text, std::move(frame.body)};
-    if (from == 0) heard_end_of_0_ = true;
-    return Letter{from, frame.kind == Frame::left ? Letter::left : Letter::died};
+    if (frame.kind == Frame::text) return Message{from, Message::text, std::move(frame.body)};
+    if (from == 0) saw_end_of_0_ = true;
+    return Message{from, frame.kind == Frame::left ? Message::left : Message::died};
   }
 
   /// What comes through the hub is rank 0's to answer for.
-  Letter damaged(const std::string& why) {
-    heard_end_of_0_ = true;
+  Message damaged(const std::string& why) {
+    saw_end_of_0_ = true;
     frames_.close();
     frames_.discard();
-    return Letter{0, Letter::damaged, why};
+    return Message{0, Message::damaged, why};
   }
 
   std::unique_ptr<Hub> hub_;  // ends last: it passes on this rank's goodbye
   Frames frames_;
   int rank_;
   int size_;
-  bool heard_end_of_0_ = false;
+  bool saw_end_of_0_ = false;
 };
 
 constexpr const char* kStep = "meet rank 0";
@@ -200,7 +201,7 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
 
   Frames frames(std::move(fd), kMostHello);
   frames.push({Frame::hello, static_cast<std::uint32_t>(rank), hello});
-  const milliseconds said = turns.waited();
+  const milliseconds answered = turns.waited();
   do {
     frames.write();
     frames.read();
@@ -227,7 +228,7 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
     frames.push({Frame::seated});
     frames.write();
     return frames;
-  } while (turns.waited() - said < Hub::kStay && turns.next(frames.fd()));
+  } while (turns.waited() - answered < Hub::kStay && turns.next(frames.fd()));
   why = "it takes connections, but does not answer";
   return std::nullopt;
 }
@@ -251,13 +252,13 @@ Frames meet(const Goal& goal, int rank, const std::string& hello, milliseconds d
   } while (turns.next());
   if (!resolved)
     throw UsageError(fmt::format(
-        "Rank {} is to meet rank 0 at '{}', which cannot be resolved within the deadline of {:g} s "
+        "Rank {} is to meet rank 0 at '{}', which cannot be resolved within the deadline of {} "
         "({}): set MASTER_ADDR to the name or the address of rank 0's machine.",
-        rank, goal.hosts.front(), deadline.count() / 1000.0, why));
+        rank, goal.hosts.front(), seconds(deadline), why));
   throw RankError(
       ErrorKind::timeout, 0, kStep,
-      fmt::format("Rank 0 did not answer at {} within the deadline of {:g} s ({}). {}", goal.name,
-                  deadline.count() / 1000.0, later.empty() ? why : later, goal.advice));
+      fmt::format("Rank 0 did not answer at {} within the deadline of {} ({}). {}", goal.name,
+                  seconds(deadline), later.empty() ? why : later, goal.advice));
 }
 
 std::unique_ptr<Control> control_of(Frames frames, std::unique_ptr<Hub> hub, int rank, int size,

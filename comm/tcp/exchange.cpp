@@ -1,7 +1,7 @@
 // Two rounds: first ranks compare what they ask for and where they are, since a rank 0 that knows
 // that all are on its machine listens at the loopback alone; then rank 0 says where it listens.
-// What goes wrong on one rank before its turn is told in it, so that nobody waits for who has given
-// up.
+// What goes wrong on one rank before its turn is reported in it, so that nobody waits for who has
+// given up.
 #include "comm/tcp/exchange.hpp"
 
 #include <fmt/format.h>
@@ -23,8 +23,8 @@
 namespace longspan::comm {
 namespace {
 
-/// What one rank says in a round: what went wrong on it, or its texts.
-std::string said(const std::function<std::string()>& texts) {
+/// What one rank reports in a round: what went wrong on it, or its texts.
+std::string report_of(const std::function<std::string()>& texts) {
   Failure failure;
   try {
     return pack(std::string(), texts());
@@ -44,7 +44,7 @@ class Rounds {
   /// Every rank's texts, `count` of them. Every rank throws the same where one of them failed.
   std::vector<std::vector<std::string>> round(std::size_t count,
                                               const std::function<std::string()>& texts) const {
-    const std::string mine = said(texts);
+    const std::string mine = report_of(texts);
     const std::vector<std::string> all = exchange_(mine);
     if (static_cast<int>(all.size()) != size_)
       throw UsageError(

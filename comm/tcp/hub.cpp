@@ -215,7 +215,7 @@ constexpr milliseconds kMoment{2000};
 }  // namespace
 
 /// Hubs that still pass on what the ranks of a communicator say, of which rank 0 has let go. A
-/// process that ends at once would take the letters of the others with it.
+/// process that ends at once would take the messages of the others with it.
 class Hub::Lingering {
  public:
   static void add(std::shared_ptr<Shared> hub) {
@@ -257,7 +257,7 @@ Hub::Hub(std::vector<Fd> listeners, const Hello& ours) : shared_(std::make_share
     shared->ended = true;
     shared->changed.notify_all();
   };
-  start_thread("letters between ranks", std::move(work)).detach();
+  start_thread("messages between ranks", std::move(work)).detach();
 }
 
 Hub::~Hub() {

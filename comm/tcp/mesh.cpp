@@ -104,7 +104,7 @@ void Mesh::finish(Part& part) {
 /// Whether this message is the one that `part` is to receive. It is done with where it is not.
 bool Mesh::accept(Channel& channel, Part& part, const Header& header) {
   if (header.bytes == part.header.bytes && header.collective == part.header.collective) {
-    part.header.said = header.said;
+    part.header.digest = header.digest;
     return true;
   }
   part.is_wrong = true;

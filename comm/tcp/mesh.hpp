@@ -30,10 +30,10 @@ class Mesh {
     std::uint32_t magic = 0;
     std::uint32_t group = 0;
     std::uint32_t collective =
-        0;  // what both ranks must mean by it: Collective::kind, and whether `said` counts
+        0;  // what both ranks must mean by it: Collective::kind, and whether `digest` counts
     std::uint32_t zero = 0;
     std::uint64_t bytes = 0;
-    std::uint64_t said = 0;
+    std::uint64_t digest = 0;
   };
 
   /// One message, to or from one rank. It stays where it is from post to its end, or to cancel.
@@ -59,7 +59,7 @@ class Mesh {
   /// connection.
   void cancel(std::uint32_t group) noexcept;
 
-  /// `part` with its header's group, collective, said and bytes.
+  /// `part` with its header's group, collective, digest and bytes.
   void post(Part& part);
 
   /// Moves what can move now, of all groups. True: something did.

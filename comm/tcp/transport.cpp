@@ -23,7 +23,7 @@
 namespace longspan::comm {
 namespace {
 
-/// What a connection that ended waits for the letter that says why, which takes another way.
+/// What a connection that ended waits for the message that says why, which takes another way.
 constexpr milliseconds kNews{1000};
 
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
@@ -48,7 +48,7 @@ class TcpTransport final : public ControlledTransport {
         group_(group) {
     mesh_->open(group_);
     try {
-      this->control().meanwhile([moved = mesh_] { return moved->progress(); });
+      this->control().set_progress([moved = mesh_] { return moved->progress(); });
       place_ = find_place(this->control());
     } catch (...) {
       mesh_->cancel(group_);
@@ -83,7 +83,7 @@ class TcpTransport final : public ControlledTransport {
   void finish(int number, Stream) override {
     Open& open = *open_[number];
     or_end([&] {
-      control().fate().check();
+      control().outcome().check();
       Patience patient(control().patience());
       const char* step = open.step.c_str();
       while (open.left > 0) {
@@ -104,7 +104,7 @@ class TcpTransport final : public ControlledTransport {
   bool test(int number) override {
     Open& open = *open_[number];
     or_end([&] {
-      control().fate().check();
+      control().outcome().check();
       if (open.left > 0) mesh_->progress();
       if (open.left == 0) return;
       find_trouble(open);
@@ -235,7 +235,7 @@ class TcpTransport final : public ControlledTransport {
     part.left = &open.left;
     part.header.group = group_;
     part.header.collective =
-        static_cast<std::uint32_t>(collective.kind) * 2 + (collective.said ? 1 : 0);
+        static_cast<std::uint32_t>(collective.kind) * 2 + (collective.digests ? 1 : 0);
     part.header.bytes = collective.bytes;
     return part;
   }
@@ -252,7 +252,7 @@ class TcpTransport final : public ControlledTransport {
   void send(Open& open, const std::byte* from, int peer) const {
     Mesh::Part& part = add(open, peer);
     part.from = from;
-    if (open.collective.said) part.header.said = open.collective.said[rank()];
+    if (open.collective.digests) part.header.digest = open.collective.digests[rank()];
   }
 
   /// What is left to do when all has come.
@@ -263,9 +263,9 @@ class TcpTransport final : public ControlledTransport {
       if (part.is_wrong) differ(open, open.peers[i], part.header);
       if (!part.receives) continue;
       count_received(part.header.bytes);
-      if (collective.said) collective.said[open.peers[i]] = part.header.said;
+      if (collective.digests) collective.digests[open.peers[i]] = part.header.digest;
     }
-    compare(collective.said, open.run, open.step.c_str());
+    compare(collective.digests, open.run, open.step.c_str());
     if (collective.kind == Collective::reduce_scatter && size() > 1)
       add_up(collective.dtype, collective.recv, collective.bytes / size_of(collective.dtype),
              size(), [&](int p) {
@@ -312,7 +312,8 @@ class TcpTransport final : public ControlledTransport {
     mesh_->cancel(group_);
     for (auto& open : open_) open->parts.clear();
     // An error of another kind (no memory) loses the exchange too, and with it the communicator.
-    if (!control().fate().failed()) abort("it met an error in an exchange; its own output says it");
+    if (!control().outcome().failed())
+      abort("it met an error in an exchange; its own output says it");
     throw;
   }
 

@@ -24,8 +24,8 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 
-constexpr std::size_t kBytes = 8 << 20;    // far more than MPI sends without asking
-constexpr std::size_t kLetter = 40 << 20;  // so much that free() gives it back to the system
+constexpr std::size_t kBytes = 8 << 20;          // far more than MPI sends without asking
+constexpr std::size_t kMessageBytes = 40 << 20;  // so much that free() gives it back to the system
 
 /// Memory that is gone when it is given back.
 class Pages {
@@ -118,7 +118,7 @@ TEST(Memory, OfAReceiveThatDidNotBeginIsNotWritten) {
   }
 }
 
-TEST(Memory, OfALetterThatIsComingInIsKept) {
+TEST(Memory, OfAMessageThatIsComingInIsKept) {
   const int rank = rank_in(MPI_COMM_WORLD), size = size_of(MPI_COMM_WORLD);
   if (size == 1) GTEST_SKIP() << "takes two ranks";
   MPI_Comm comm;
@@ -127,21 +127,21 @@ TEST(Memory, OfALetterThatIsComingInIsKept) {
   if (rank == 0) {
     auto mailbox = std::make_unique<comm::MpiMailbox>(comm, kTag);
     MPI_Barrier(MPI_COMM_WORLD);
-    std::this_thread::sleep_for(50ms);  // the letter is announced, and its sender looks away
+    std::this_thread::sleep_for(50ms);  // the message is announced, and its sender looks away
     for (int look = 0; look < 10; ++look) mailbox->next();
     mailbox.reset();
     MPI_Barrier(MPI_COMM_WORLD);
   } else {
-    std::vector<char> letter(kLetter, 'x');
+    std::vector<char> message(kMessageBytes, 'x');
     MPI_Request request = MPI_REQUEST_NULL;
     if (rank == 1)
-      MPI_Isend(letter.data(), static_cast<int>(kLetter), MPI_BYTE, 0, kTag, comm, &request);
+      MPI_Isend(message.data(), static_cast<int>(kMessageBytes), MPI_BYTE, 0, kTag, comm, &request);
     MPI_Barrier(MPI_COMM_WORLD);
     std::this_thread::sleep_for(500ms);
     MPI_Barrier(MPI_COMM_WORLD);
     MPI_Wait(&request, MPI_STATUS_IGNORE);
   }
-  MPI_Barrier(MPI_COMM_WORLD);  // in which MPI writes the rest of the letter
+  MPI_Barrier(MPI_COMM_WORLD);  // in which MPI writes the rest of the message
   MPI_Comm_free(&comm);
 }
 

@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "comm/control/mailbox.hpp"
 #include "comm/control/wire.hpp"
 #include "longspan/element.hpp"
 
@@ -27,7 +28,7 @@ std::atomic<int> comms = 0;
 struct Post {
   explicit Post(int size) : boxes(static_cast<std::size_t>(size)) {}
   std::mutex mutex;
-  std::vector<std::deque<comm::Mailbox::Letter>> boxes;
+  std::vector<std::deque<comm::Mailbox::Message>> boxes;
 };
 
 class ThreadMailbox final : public comm::Mailbox {
@@ -35,25 +36,25 @@ class ThreadMailbox final : public comm::Mailbox {
   ThreadMailbox(std::shared_ptr<Post> post, int rank) : post_(std::move(post)), rank_(rank) {}
   ~ThreadMailbox() override {
     for (int to = 0; to < size(); ++to)
-      if (to != rank_) put(to, {rank_, Letter::left});
+      if (to != rank_) put(to, {rank_, Message::left});
   }
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(post_->boxes.size()); }
-  void post(int to, const std::string& text) override { put(to, {rank_, Letter::text, text}); }
-  std::optional<Letter> next() override {
+  void post(int to, const std::string& text) override { put(to, {rank_, Message::text, text}); }
+  std::optional<Message> next() override {
     const std::lock_guard lock(post_->mutex);
     auto& box = post_->boxes[static_cast<std::size_t>(rank_)];
     if (box.empty()) return std::nullopt;
-    std::optional<Letter> letter = std::move(box.front());
+    std::optional<Message> message = std::move(box.front());
     box.pop_front();
-    return letter;
+    return message;
   }
   void flush(comm::milliseconds) noexcept override {}
 
  private:
-  void put(int to, Letter letter) {
+  void put(int to, Message message) {
     const std::lock_guard lock(post_->mutex);
-    post_->boxes[static_cast<std::size_t>(to)].push_back(std::move(letter));
+    post_->boxes[static_cast<std::size_t>(to)].push_back(std::move(message));
   }
   std::shared_ptr<Post> post_;
   int rank_;
@@ -141,8 +142,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made
   if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
   std::vector<std::pair<int, int>> members;  // key, rank
   for (int p = 0; p < comm->size; ++p)
-    if (const auto said = unpack(all[static_cast<std::size_t>(p)]); std::stoi(said[0]) == color)
-      members.emplace_back(std::stoi(said[1]), p);
+    if (const auto texts = unpack(all[static_cast<std::size_t>(p)]); std::stoi(texts[0]) == color)
+      members.emplace_back(std::stoi(texts[1]), p);
   std::sort(members.begin(), members.end());
   const auto own = std::find(members.begin(), members.end(), std::pair(key, comm->rank));
   const int size = static_cast<int>(members.size());
@@ -181,11 +182,11 @@ ncclResult_t deliver(ncclComm_t comm, const std::vector<Message>& all) {
   for (const Message& message : all) {
     if (!message.to) continue;
     const auto peer = static_cast<std::size_t>(message.peer);
-    const auto said = longspan::comm::unpack(told[peer]);
+    const auto texts = longspan::comm::unpack(told[peer]);
     std::size_t& at = read[peer];
-    while (at < said.size() && said[at] != std::to_string(comm->rank)) at += 2;
-    if (at >= said.size() || said[at + 1].size() != message.bytes) return ncclInvalidUsage;
-    std::memcpy(message.to, said[at + 1].data(), message.bytes);
+    while (at < texts.size() && texts[at] != std::to_string(comm->rank)) at += 2;
+    if (at >= texts.size() || texts[at + 1].size() != message.bytes) return ncclInvalidUsage;
+    std::memcpy(message.to, texts[at + 1].data(), message.bytes);
     at += 2;
   }
   return ncclSuccess;

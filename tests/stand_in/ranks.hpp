@@ -1,4 +1,4 @@
-// Ranks that are threads: a place where they meet, letters between them, and what NCCL's stand-in
+// Ranks that are threads: a place where they meet, messages between them, and what NCCL's stand-in
 // needs of them.
 #pragma once
 

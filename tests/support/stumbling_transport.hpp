@@ -79,9 +79,9 @@ class StumblingTransport final : public comm::Transport {
       open_.push_back(
           inner().start_shift(c.send, c.bytes, c.recv, c.received, c.place, stream, step));
     } else if (c.kind == comm::Collective::all_to_all) {
-      open_.push_back(inner().start_all_to_all(c.send, c.recv, c.bytes, stream, step, c.said));
+      open_.push_back(inner().start_all_to_all(c.send, c.recv, c.bytes, stream, step, c.digests));
     } else {
-      open_.push_back(inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.said));
+      open_.push_back(inner().start_all_gather(c.send, c.recv, c.bytes, stream, step, c.digests));
     }
     return static_cast<int>(open_.size()) - 1;
   }

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/control/mailbox.hpp"
 #include "comm/control/patience.hpp"
 #include "comm/control/wire.hpp"
 #include "longspan/error.hpp"
@@ -27,46 +28,46 @@ namespace {
 using namespace std::chrono_literals;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using Letter = Mailbox::Letter;
+using Message = Mailbox::Message;
 
-/// Rank 0, whose letters the test writes. Nothing comes in place of one that is from rank 0.
+/// Rank 0, whose messages the test writes. Nothing comes in place of one that is from rank 0.
 class Written final : public Mailbox {
  public:
-  Written(std::deque<Letter> letters, int size) : letters_(std::move(letters)), size_(size) {}
+  Written(std::deque<Message> messages, int size) : messages_(std::move(messages)), size_(size) {}
   int rank() const override { return 0; }
   int size() const override { return size_; }
   void post(int, const std::string& text) override { posted.push_back(text); }
   std::vector<std::string> posted;
-  std::optional<Letter> next() override {
-    if (letters_.empty()) return std::nullopt;
-    Letter letter = letters_.front();
-    letters_.pop_front();
-    if (letter.from == 0) return std::nullopt;
-    return letter;
+  std::optional<Message> next() override {
+    if (messages_.empty()) return std::nullopt;
+    Message message = messages_.front();
+    messages_.pop_front();
+    if (message.from == 0) return std::nullopt;
+    return message;
   }
   void flush(milliseconds) noexcept override {}
 
  private:
-  std::deque<Letter> letters_;
+  std::deque<Message> messages_;
   int size_;
 };
 
-std::unique_ptr<Control> control_with(std::deque<Letter> letters, milliseconds deadline = 60s,
+std::unique_ptr<Control> control_with(std::deque<Message> messages, milliseconds deadline = 60s,
                                       int size = 3) {
-  return mail_control(std::make_unique<Written>(std::move(letters), size), deadline);
+  return mail_control(std::make_unique<Written>(std::move(messages), size), deadline);
 }
 
-void expect_damage(const Letter& letter) {
-  const auto control = control_with({letter});
+void expect_damage(const Message& message) {
+  const auto control = control_with({message});
   try {
     control->gather("", "meet");
     ADD_FAILURE() << "went on";
   } catch (const RankError& error) {
     EXPECT_EQ(error.kind(), ErrorKind::rank_failure);
-    EXPECT_EQ(error.rank(), letter.from);
+    EXPECT_EQ(error.rank(), message.from);
     EXPECT_THAT(error.what(), HasSubstr("rank 2"));
   }
-  EXPECT_TRUE(control->fate().failed());
+  EXPECT_TRUE(control->outcome().failed());
 }
 
 TEST(Patience, EndsAtItsLimit) {
@@ -89,16 +90,16 @@ TEST(Patience, DoesNotCountWhileTheProcessIsStopped) {
   EXPECT_LE(patient.waited(), 3 * Patience::kMostAtOnce);
 }
 
-TEST(Letters, OfThisVersionAreUnderstood) {
-  const auto control = control_with({{1, Letter::text, "g" + pack(std::string("meet"), "one")},
-                                     {2, Letter::text, "g" + pack(std::string("meet"), "two")}});
+TEST(Messages, OfThisVersionAreUnderstood) {
+  const auto control = control_with({{1, Message::text, "g" + pack(std::string("meet"), "one")},
+                                     {2, Message::text, "g" + pack(std::string("meet"), "two")}});
   EXPECT_EQ(control->gather("zero", "meet"), (std::vector<std::string>{"zero", "one", "two"}));
 }
 
-/// What rank `from` says at a roll call: it waits at "states", in a run of layer 1 with so many
+/// The notice of rank `from` in a roll call: it waits at "states", in a run of layer 1 with so many
 /// tokens.
-Letter roll(int from, int run, int tokens) {
-  return {from, Letter::text,
+Message roll(int from, int run, int tokens) {
+  return {from, Message::text,
           "w" + pack(std::string("0"), std::string("states"), std::string("0"), std::string("1"),
                      std::to_string(run), pack(std::string("tokens"), std::to_string(tokens)))};
 }
@@ -115,12 +116,12 @@ TEST(RollCall, NamesWhatTwoRanksMeanDifferentlyByOneRun) {
     EXPECT_THAT(error.what(), HasSubstr("'tokens' differs between ranks at 'states': rank 1 has 4, "
                                         "rank 2 has 3."));
   }
-  EXPECT_TRUE(control->fate().failed());
+  EXPECT_TRUE(control->outcome().failed());
 }
 
-TEST(RollCall, HearsEveryoneBeforeItNamesWho) {
+TEST(RollCall, WaitsForEveryRankBeforeItNamesOne) {
   const auto control =
-      control_with({roll(2, 5, 4), roll(3, 5, 3), Letter{.from = 0}, roll(1, 5, 4)}, 60s, 4);
+      control_with({roll(2, 5, 4), roll(3, 5, 3), Message{.from = 0}, roll(1, 5, 4)}, 60s, 4);
   try {
     control->disagree({1, 5}, kOtherwise);
     ADD_FAILURE() << "went on";
@@ -134,7 +135,7 @@ TEST(RollCall, ComparesNoRanksInDifferentRuns) {
   EXPECT_THROW(control->disagree({1, 5}, kOtherwise), RankError);
 }
 
-TEST(RollCall, HeardWhileOneWaitsNamesTheFieldToo) {
+TEST(RollCall, DuringAGatherNamesTheFieldToo) {
   const auto control = control_with({roll(1, 5, 4), roll(2, 5, 3)});
   EXPECT_THROW(control->gather("", "states"), UsageError);
 }
@@ -151,16 +152,16 @@ class OneRun final : public RunLog {
   int tokens_;
 };
 
-/// What rank 1 says of a call with so many tokens, which it refused as its run of this place.
-Letter refused(int place, int tokens) {
-  return {1, Letter::text,
+/// The refusal of rank 1 of a call with so many tokens as its run of this place.
+Message refused(int place, int tokens) {
+  return {1, Message::text,
           "r" + pack(std::to_string(place), std::string("no such thing"),
                      pack(std::string("tokens"), std::to_string(tokens)))};
 }
 
-/// Rank 0 is in its first run, with 4 tokens, and hears these letters there.
-Failure heard_in_a_run(std::deque<Letter> letters) {
-  const auto control = control_with(std::move(letters), 100ms);
+/// Rank 0 is in its first run, with 4 tokens, and receives these messages there.
+Failure failure_in_a_run(std::deque<Message> messages) {
+  const auto control = control_with(std::move(messages), 100ms);
   const auto log = std::make_shared<OneRun>(4);
   control->begin({control->enlist(log), 1});
   try {
@@ -176,7 +177,7 @@ Failure heard_in_a_run(std::deque<Letter> letters) {
 
 TEST(Refusals, NameWhatDiffersWhereTheRankLeft) {
   const Failure failure =
-      heard_in_a_run({refused(1, 5), {1, Letter::left, ""}, {2, Letter::left, ""}});
+      failure_in_a_run({refused(1, 5), {1, Message::left, ""}, {2, Message::left, ""}});
   EXPECT_EQ(failure.kind, ErrorKind::usage);
   EXPECT_THAT(failure.what, HasSubstr("'tokens' differs between ranks at 'states': rank 0 has 4, "
                                       "rank 1 has 5."));
@@ -184,13 +185,13 @@ TEST(Refusals, NameWhatDiffersWhereTheRankLeft) {
 }
 
 TEST(Refusals, NameWhatDiffersWhereTheRankStaysSilent) {
-  const Failure failure = heard_in_a_run({refused(1, 5)});
+  const Failure failure = failure_in_a_run({refused(1, 5)});
   EXPECT_EQ(failure.kind, ErrorKind::usage);
   EXPECT_THAT(failure.what, HasSubstr("rank 0 has 4, rank 1 has 5."));
 }
 
 TEST(Refusals, OfWhatIsAlikeAreToldAsTheReason) {
-  const Failure failure = heard_in_a_run({refused(1, 4), {1, Letter::left, ""}});
+  const Failure failure = failure_in_a_run({refused(1, 4), {1, Message::left, ""}});
   EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
   EXPECT_EQ(failure.rank, 1);
   EXPECT_THAT(failure.what, HasSubstr("Rank 1 left before 'states' was done."));
@@ -198,28 +199,28 @@ TEST(Refusals, OfWhatIsAlikeAreToldAsTheReason) {
 }
 
 TEST(Refusals, OfAnotherRunSayNothing) {
-  const Failure failure = heard_in_a_run({refused(2, 5), {1, Letter::left, ""}});
+  const Failure failure = failure_in_a_run({refused(2, 5), {1, Message::left, ""}});
   EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
   EXPECT_THAT(failure.what, Not(HasSubstr("refused")));
 }
 
 TEST(Refusals, OfOneCallAgainAndAgainAreToldOnce) {
-  auto mailbox = std::make_unique<Written>(std::deque<Letter>{}, 3);
+  auto mailbox = std::make_unique<Written>(std::deque<Message>{}, 3);
   const Written& written = *mailbox;
   const auto control = mail_control(std::move(mailbox), 1s);
   for (int i = 0; i < 5; ++i) control->refuse({{"tokens", "4"}}, "no such thing");
-  EXPECT_EQ(written.posted.size(), 2u) << "one letter for each of the others";
+  EXPECT_EQ(written.posted.size(), 2u) << "one message for each of the others";
   control->refuse({{"tokens", "5"}}, "no such thing");
   EXPECT_EQ(written.posted.size(), 4u);
 }
 
 TEST(Refusals, AreTakenBackByTheRunThatFollows) {
   const Failure failure =
-      heard_in_a_run({refused(1, 5), {1, Letter::text, "r"}, {1, Letter::left, ""}});
+      failure_in_a_run({refused(1, 5), {1, Message::text, "r"}, {1, Message::left, ""}});
   EXPECT_EQ(failure.kind, ErrorKind::rank_failure);
   EXPECT_THAT(failure.what, Not(HasSubstr("refused")));
 
-  auto mailbox = std::make_unique<Written>(std::deque<Letter>{}, 2);
+  auto mailbox = std::make_unique<Written>(std::deque<Message>{}, 2);
   const Written& written = *mailbox;
   const auto control = mail_control(std::move(mailbox), 1s);
   control->begin({1, 1});
@@ -233,14 +234,14 @@ TEST(Refusals, AreTakenBackByTheRunThatFollows) {
 
 TEST(Refusals, EndNothingByThemselves) {
   const auto control = control_with({refused(1, 5),
-                                     {1, Letter::text, "g" + pack(std::string("meet"), "one")},
-                                     {2, Letter::text, "g" + pack(std::string("meet"), "two")}});
+                                     {1, Message::text, "g" + pack(std::string("meet"), "one")},
+                                     {2, Message::text, "g" + pack(std::string("meet"), "two")}});
   const auto log = std::make_shared<OneRun>(4);
   control->begin({control->enlist(log), 1});
   EXPECT_EQ(control->gather("zero", "meet"), (std::vector<std::string>{"zero", "one", "two"}));
 }
 
-TEST(Letters, ThatNoRankWritesAreErrorsByName) {
+TEST(Messages, ThatNoRankWritesAreErrorsByName) {
   const std::string step = "meet";
   for (const std::string& body : {
            std::string(),                           // nothing at all
@@ -264,22 +265,22 @@ TEST(Letters, ThatNoRankWritesAreErrorsByName) {
            "r" + pack(std::string("0"), step, step),  // places are counted from 1
            "r" + pack(std::string("1"), step, step),  // no list of names and values
            std::string("s"),                          // of no group
-           "s" + pack(std::string("1")),              // no letter
+           "s" + pack(std::string("1")),              // no message
            "s" + pack(std::string("0"), step),        // groups are counted from 1
            "s" + pack(std::string("one"), step),
        }) {
     SCOPED_TRACE(body);
-    expect_damage({2, Letter::text, body});
+    expect_damage({2, Message::text, body});
   }
-  expect_damage({2, Letter::damaged, "a frame of kind 77"});
+  expect_damage({2, Message::damaged, "a frame of kind 77"});
 }
 
-/// Why letters at random may end in other errors than a RankError.
-TEST(Letters, OfAFailureEndInItsOwnKind) {
+/// Why messages at random may end in other errors than a RankError.
+TEST(Messages, OfAFailureEndInItsOwnKind) {
   const auto ends = [](ErrorKind kind) {
-    const std::string letter = "f" + pack(std::to_string(static_cast<int>(kind)), std::string("1"),
-                                          std::string("meet"), std::string("why"));
-    return control_with({{1, Letter::text, letter}}, 1ms);
+    const std::string message = "f" + pack(std::to_string(static_cast<int>(kind)), std::string("1"),
+                                           std::string("meet"), std::string("why"));
+    return control_with({{1, Message::text, message}}, 1ms);
   };
   EXPECT_THROW(ends(ErrorKind::usage)->gather("", "meet"), UsageError);
   EXPECT_THROW(ends(ErrorKind::backend)->gather("", "meet"), BackendError);
@@ -287,12 +288,12 @@ TEST(Letters, OfAFailureEndInItsOwnKind) {
   EXPECT_THROW(ends(ErrorKind::internal)->gather("", "meet"), RankError);
 }
 
-TEST(Letters, AtRandomEndInTypedErrors) {
+TEST(Messages, AtRandomEndInTypedErrors) {
   const unsigned seed = tests::fresh_seed();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
   for (int round = 0; round < 3000; ++round) {
-    std::deque<Letter> letters;
+    std::deque<Message> messages;
     for (std::uint64_t count = random() % 4; count > 0; --count) {
       std::string body;
       if (random() % 4) body += "gwfs"[random() % 4];
@@ -301,14 +302,14 @@ TEST(Letters, AtRandomEndInTypedErrors) {
         for (char& c : part) c = static_cast<char>(random() % 3 ? '0' + random() % 10 : random());
         random() % 8 ? pack_into(body, part) : void(body += part);
       }
-      letters.push_back({static_cast<int>(1 + random() % 2), Letter::text, body});
+      messages.push_back({static_cast<int>(1 + random() % 2), Message::text, body});
     }
-    const auto control = control_with(std::move(letters), 1ms);
+    const auto control = control_with(std::move(messages), 1ms);
     try {
       control->gather("", "meet");
       ADD_FAILURE() << "a timeout at the least";
     } catch (const Error& error) {
-      // Letters may spell a failure, of any kind; what cannot be read is a rank's.
+      // Messages may spell a failure, of any kind; what cannot be read is a rank's.
       const bool is_unread = std::string(error.what()).find("came damaged") != std::string::npos;
       EXPECT_TRUE(!is_unread || error.kind() == ErrorKind::rank_failure)
           << static_cast<int>(error.kind()) << ": " << error.what();
@@ -327,7 +328,7 @@ TEST(Failures, TravelAsTexts) {
 
 TEST(Failures, TheFirstIsKeptWhoeverLooks) {
   for (int round = 0; round < 200; ++round) {
-    Fate fate;
+    Outcome outcome;
     std::atomic<bool> start{false};
     std::vector<std::string> seen(4);
     std::vector<std::thread> threads;
@@ -335,8 +336,9 @@ TEST(Failures, TheFirstIsKeptWhoeverLooks) {
       threads.emplace_back([&, i] {
         while (!start) std::this_thread::yield();
         try {
-          if (i % 2) fate.check();  // may be too early
-          fate.fail({ErrorKind::rank_failure, i, "step", "rank " + std::to_string(i) + " failed"});
+          if (i % 2) outcome.check();  // may be too early
+          outcome.fail(
+              {ErrorKind::rank_failure, i, "step", "rank " + std::to_string(i) + " failed"});
         } catch (const RankError& error) {
           seen[i] = error.what();
         }
@@ -350,7 +352,7 @@ TEST(Failures, TheFirstIsKeptWhoeverLooks) {
       EXPECT_EQ(*what, what == first ? *first
                                      : "The communicator had ended before this call, at 'step': " +
                                            *first + " Make another communicator to go on.");
-    EXPECT_THROW(fate.check(), RankError);
+    EXPECT_THROW(outcome.check(), RankError);
   }
 }
 
@@ -372,7 +374,7 @@ TEST(Failures, AreToldAsEarlierOnesToLaterCalls) {
                 ::testing::AllOf(::testing::StartsWith(
                                      "The communicator had ended before this call, at 'states'"),
                                  HasSubstr(first), HasSubstr("Make another communicator")));
-  Fate without_step;
+  Outcome without_step;
   without_step.note({ErrorKind::rank_failure, 1, "", "Rank 1 gave up."});
   EXPECT_THROW(without_step.check(), RankError);
   try {
@@ -386,29 +388,29 @@ TEST(Failures, AreToldAsEarlierOnesToLaterCalls) {
   }
 }
 
-/// What two of three ranks say at a split, and the letters of their group that follow.
-TEST(Groups, HaveLettersOfTheirOwn) {
-  const auto wish = [](int color, int key, int number) {
+/// What two of three ranks say at a split, and the messages of their group that follow.
+TEST(Groups, HaveMessagesOfTheirOwn) {
+  const auto request = [](int color, int key, int number) {
     return pack(std::to_string(color), std::to_string(key), std::to_string(number));
   };
-  const auto of_group = [](int from, int number, const std::string& letter) {
-    return Letter{from, Letter::text, std::string("s") + pack(std::to_string(number), letter)};
+  const auto of_group = [](int from, int number, const std::string& message) {
+    return Message{from, Message::text, std::string("s") + pack(std::to_string(number), message)};
   };
   std::shared_ptr<Control> control = control_with({
-      {1, Letter::text, "g" + pack(std::string("split"), wish(-1, 0, 1))},
+      {1, Message::text, "g" + pack(std::string("split"), request(-1, 0, 1))},
       of_group(2, 4, "g" + pack(std::string("meet"), "early")),
       of_group(2, 3, "g" + pack(std::string("meet"), "of another group")),
-      {2, Letter::text, "g" + pack(std::string("split"), wish(7, -5, 4))},
+      {2, Message::text, "g" + pack(std::string("split"), request(7, -5, 4))},
       of_group(2, 4, "g" + pack(std::string("meet"), "later")),
       of_group(2, 4, ""),
   });
-  const Group group = control->group_of(control->gather(control->wish(7, 0), "split"));
+  const Group group = control->group_of(control->gather(control->split_request(7, 0), "split"));
   EXPECT_EQ(group.color, 7);
   EXPECT_EQ(group.number, 4u) << "the highest that a member asks for";
   EXPECT_EQ(group.members, (std::vector<int>{2, 0})) << "by key";
   EXPECT_EQ(group.rank, 1);
   const auto child = control->branch(group);
-  EXPECT_EQ(control->wish(0, 0), wish(0, 0, 5)) << "no number comes twice";
+  EXPECT_EQ(control->split_request(0, 0), request(0, 0, 5)) << "no number comes twice";
   EXPECT_EQ(child->rank(), 1);
   EXPECT_EQ(child->size(), 2);
   EXPECT_EQ(child->name_of(0), "0 (2 of all)");
@@ -421,7 +423,7 @@ TEST(Groups, HaveLettersOfTheirOwn) {
     EXPECT_EQ(error.rank(), 0);
     EXPECT_THAT(error.what(), HasSubstr("Rank 0 (2 of all) left before 'meet again' was done."));
   }
-  EXPECT_FALSE(control->fate().failed()) << "a parent lives on";
+  EXPECT_FALSE(control->outcome().failed()) << "a parent lives on";
 }
 
 TEST(Groups, OfAGroupNameTheirRanksAfterTheFirst) {
@@ -439,13 +441,13 @@ TEST(Groups, EndWithTheirParentAndItDoesNotEndWithThem) {
   const auto second = control->branch({.color = 0, .number = 2, .rank = 0, .members = {0, 3}});
   const auto below = first->branch({.color = 0, .number = 3, .rank = 0, .members = {1, 2}});
   second->tell({ErrorKind::timeout, 1, "states", "Rank 1 is late."});
-  EXPECT_TRUE(second->fate().failed());
-  EXPECT_FALSE(control->fate().failed());
-  EXPECT_FALSE(first->fate().failed());
+  EXPECT_TRUE(second->outcome().failed());
+  EXPECT_FALSE(control->outcome().failed());
+  EXPECT_FALSE(first->outcome().failed());
   control->tell({ErrorKind::rank_failure, 6, "states", "Rank 6 died."});
   const auto ends_as = [](Control& one, int rank) {
     try {
-      one.fate().check();
+      one.outcome().check();
       ADD_FAILURE() << "went on";
     } catch (const RankError& error) {
       EXPECT_EQ(error.rank(), rank);
@@ -457,7 +459,7 @@ TEST(Groups, EndWithTheirParentAndItDoesNotEndWithThem) {
   ends_as(*first, 2);
   ends_as(*below, 1);
   try {
-    second->fate().check();
+    second->outcome().check();
     ADD_FAILURE() << "went on";
   } catch (const RankError& error) {
     EXPECT_STREQ(error.what(), "Rank 1 is late.");
@@ -466,10 +468,10 @@ TEST(Groups, EndWithTheirParentAndItDoesNotEndWithThem) {
   ends_as(*late, -1);  // 6 is no rank of it
 }
 
-/// A letter that cannot be read ends the parent, whoever takes it from the mailbox.
-TEST(Groups, EndWhereTheParentsLettersAreDamaged) {
+/// A message that cannot be read ends the parent, whoever takes it from the mailbox.
+TEST(Groups, EndWhereTheParentsMessagesAreDamaged) {
   std::shared_ptr<Control> control =
-      control_with({{0, Letter::text, ""}, {2, Letter::text, "x"}}, 60s, 3);
+      control_with({{0, Message::text, ""}, {2, Message::text, "x"}}, 60s, 3);
   const auto child = control->branch({.color = 0, .number = 1, .rank = 0, .members = {0, 1}});
   child->check("states", 0ms);
   std::this_thread::sleep_for(1ms);
@@ -480,14 +482,14 @@ TEST(Groups, EndWhereTheParentsLettersAreDamaged) {
     EXPECT_EQ(error.rank(), -1);
     EXPECT_THAT(error.what(), HasSubstr("What rank 2 sent cannot be read"));
   }
-  EXPECT_TRUE(control->fate().failed());
+  EXPECT_TRUE(control->outcome().failed());
 }
 
 TEST(Failures, WithoutWordsAreErrorsToo) {
-  Fate fate;
-  fate.note({ErrorKind::rank_failure, 1, {}, {}});
+  Outcome outcome;
+  outcome.note({ErrorKind::rank_failure, 1, {}, {}});
   try {
-    fate.check();
+    outcome.check();
     FAIL() << "went on";
   } catch (const RankError& error) {
     EXPECT_EQ(error.rank(), 1);

@@ -97,8 +97,8 @@ TEST_P(Ranks, GatherInRankOrderWithAnyBytes) {
 
 /// The control plane of the ranks with the same color, by falling ranks.
 std::shared_ptr<Control> part_of(Control& control, int color) {
-  const auto wishes = control.gather(control.wish(color, -control.rank()), "split");
-  const Group group = control.group_of(wishes);
+  const auto requests = control.gather(control.split_request(color, -control.rank()), "split");
+  const Group group = control.group_of(requests);
   return group.members.empty() ? nullptr : control.branch(group);
 }
 
@@ -128,7 +128,7 @@ TEST_P(Ranks, GatherInGroupsAndAllTogether) {
 }
 
 /// Meets the others. A rank may be through, and find the fault, while another one still waits here
-/// for the letter of a third: that one hears of the fault here already, and what follows says the
+/// for the message of a third: that one hears of the fault here already, and what follows says the
 /// same.
 void meet(Control& control) {
   try {
@@ -177,7 +177,7 @@ TEST_P(Faults, AStoppedRankIsNamedAtTheDeadline) {
 
 TEST_P(Faults, AStoppedHubIsNamedToo) {
   const auto statuses = run_ranks(GetParam(), milliseconds(1500), [&](Control& control) {
-    // Rank 0 may stop with letters of the first gather still in the hub.
+    // Rank 0 may stop with messages of the first gather still in the hub.
     return fails_with(ErrorKind::timeout, 0, [&] {
       control.gather("", "meet");
       if (control.rank() == 0) raise(SIGSTOP);
@@ -220,7 +220,7 @@ TEST_P(Faults, AStoppedRankIsNamedWhereverTheOthersWait) {
 
 /// Parts that all ranks use together, as strategies of two levels do: who waits in one of them
 /// waits for a rank that waits in another one. The rank that is stopped is named, also where it is
-/// the one through which letters go, and none that is well; and that takes one deadline.
+/// the one through which messages go, and none that is well; and that takes one deadline.
 TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
   for (const int victim : {0, 3}) {
     const auto statuses = run_ranks(4, milliseconds(1500), [&](Control& control) {
@@ -240,13 +240,13 @@ TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
           nodes->gather("", "between nodes");
         }
       } catch (const RankError& error) {
-        const std::string said = error.what(), name = "Rank " + std::to_string(victim) + " ";
-        const bool is_right = error.kind() == ErrorKind::timeout && error.rank() == victim &&
-                              said.starts_with(name + "did not come to '" + error.step() + "'") &&
-                              (error.step() == "in the node" || error.step() == "between nodes") &&
-                              said.find("nor did") == std::string::npos &&
-                              control.fate().failed() &&
-                              Patience::Clock::now() - begin < milliseconds(2600);
+        const std::string message = error.what(), name = "Rank " + std::to_string(victim) + " ";
+        const bool is_right =
+            error.kind() == ErrorKind::timeout && error.rank() == victim &&
+            message.starts_with(name + "did not come to '" + error.step() + "'") &&
+            (error.step() == "in the node" || error.step() == "between nodes") &&
+            message.find("nor did") == std::string::npos && control.outcome().failed() &&
+            Patience::Clock::now() - begin < milliseconds(2600);
         if (!is_right) fprintf(stderr, "rank %d: %s\n", control.rank(), error.what());
         return is_right;
       }

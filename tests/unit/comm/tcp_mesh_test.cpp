@@ -71,20 +71,20 @@ Bytes random_bytes(std::mt19937& random, std::size_t size) {
   return bytes;
 }
 
-std::unique_ptr<Message> message(std::uint32_t group, int peer, Bytes bytes, std::uint64_t said) {
+std::unique_ptr<Message> message(std::uint32_t group, int peer, Bytes bytes, std::uint64_t digest) {
   auto one = std::make_unique<Message>();
   one->bytes = std::move(bytes);
   one->part.peer = peer;
   one->part.left = &one->left;
   one->part.header.group = group;
   one->part.header.bytes = one->bytes.size();
-  one->part.header.said = said;
+  one->part.header.digest = digest;
   return one;
 }
 
 std::unique_ptr<Message> send(Mesh& mesh, std::uint32_t group, int peer, Bytes bytes,
-                              std::uint64_t said = 0) {
-  auto one = message(group, peer, std::move(bytes), said);
+                              std::uint64_t digest = 0) {
+  auto one = message(group, peer, std::move(bytes), digest);
   one->part.from = one->bytes.data();
   mesh.post(one->part);
   return one;
@@ -152,7 +152,7 @@ TEST(Mesh, BringsEveryMessageToItsPlace) {
     for (const Line& line : lines)
       for (std::size_t i = 0; i < line.sent.size(); ++i) {
         ASSERT_TRUE(all[line.received[i]]->bytes == all[line.sent[i]]->bytes);
-        EXPECT_EQ(all[line.received[i]]->part.header.said, line.sent[i]);
+        EXPECT_EQ(all[line.received[i]]->part.header.digest, line.sent[i]);
         EXPECT_FALSE(all[line.received[i]]->part.is_wrong);
       }
   }

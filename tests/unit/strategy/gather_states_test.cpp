@@ -73,7 +73,7 @@ class OneOfTwo final : public comm::SelfTransport {
  protected:
   int start(const comm::Collective& collective, Stream, const char*) override {
     gathers += collective.kind == comm::Collective::all_gather;
-    said = collective.said;
+    said = collective.digests;
     return -1;
   }
 };

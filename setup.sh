@@ -9,6 +9,8 @@
 #   LONGSPAN_CUDA_ARCHITECTURES=LIST   for these ("80-real;90a-real"), which is a wish for CUDA too;
 #                             default: for the GPUs seen, or where there is none for those of
 #                             CMakeLists.txt
+#   LONGSPAN_HOST_TARGETS=all kernels for every x86 processor, for a build that is carried elsewhere
+#                             (default: native, without the instructions that this one lacks)
 #   LONGSPAN_SKIP_INSTALL=1   install nothing: what the build needs is here already
 #   LONGSPAN_SKIP_SETUP=1     install and build nothing: DIR was built beforehand, maybe elsewhere
 #   LONGSPAN_DRY_RUN=1        say what would be installed and run, and end
@@ -76,7 +78,7 @@ install_missing() {
 }
 
 build_targets() {
-  local found options=()
+  local found options=("-DLONGSPAN_HOST_TARGETS=${LONGSPAN_HOST_TARGETS:-native}")
   if [ -z "$dry" ]; then
     found=$(cmake --version | sed -n '1s/[^0-9]*//p')
     ! is_older "$found" 3.25 ||

@@ -4,7 +4,7 @@
 #   cmake/clang_tidy.sh [files...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cmake --preset host -B build/tidy -DLONGSPAN_FAST_BUILD=OFF >/dev/null
+cmake --preset host -B build/tidy -DLONGSPAN_FAST_BUILD=OFF -DLONGSPAN_HOST_TARGETS=all >/dev/null
 # A file that is compiled in several ways, for tests with stand-ins, is looked at once.
 once=$(mktemp -d)
 trap 'rm -r "$once"' EXIT

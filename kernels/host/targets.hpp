@@ -1,7 +1,8 @@
 // Names the instruction sets that the host kernels are built for; the best one of the machine is
 // chosen when they run. It is to be included before Highway. On x86 they are AVX-512 with the
 // permutations of bytes of Ice Lake (AVX3_DL; tables for fp8) and without, AVX2 and the plain
-// baseline.
+// baseline. A build for one machine leaves out those that it lacks (LONGSPAN_HOST_TARGETS in
+// CMakeLists.txt).
 //
 // Both AVX-512 and AVX2 give the same bits: every sum is either one chain in a given order or has a
 // shape of 16 lanes, whatever the width of a vector. The baseline has no fused multiply-add, so the
@@ -13,8 +14,16 @@
 
 // These gain nothing over their neighbours, are of processors without AVX2 (from before 2013), or
 // have vectors of a length that is not known when compiling.
-#define HWY_DISABLED_TARGETS \
-  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+#define HWY_DISABLED_TARGETS                                                          \
+  (HWY_SSSE3 | HWY_SSE4 | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | \
+   LONGSPAN_HOST_LACKS)
+#if defined(LONGSPAN_HOST_LACKS_AVX3)
+#define LONGSPAN_HOST_LACKS (HWY_AVX3 | HWY_AVX3_DL)
+#elif defined(LONGSPAN_HOST_LACKS_AVX3_DL)
+#define LONGSPAN_HOST_LACKS HWY_AVX3_DL
+#else
+#define LONGSPAN_HOST_LACKS 0
+#endif
 
 // Whether the target at hand has vectors of 512 bits and 32 registers of them.
 #define LONGSPAN_HOST_AVX512 (HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_AVX3_DL)

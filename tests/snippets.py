@@ -6,7 +6,7 @@ measured. In a .md file
                                                            in Python # [layer] and # [/layer];
                                                            several names: one part after the other
     <!-- output: longspan run --list-strategies -->        what this build's command prints
-    <!-- file: bench/results/demo-cpu.txt -->              a whole file
+    <!-- file: bench/results/demo-cpu.txt 1-2,10 -->       a file; with numbers, these of its lines
     <!-- records: host-cpu dim=64,128 -->                  a table of bench/results/host-cpu.jsonl
     <!-- table: longspan info --features --json -->        a table of JSON that this build prints
     <!-- range: prefill-h200 ratio peer=cuDNN -->          the least and the greatest of a figure
@@ -45,6 +45,19 @@ def part(source, name):
     if not match:
         raise SystemExit(f"{source} has no part // [{name}] ... // [/{name}]")
     return textwrap.dedent(match.group(1))
+
+
+def lines_of(path, chosen="1-"):
+    """The lines of a file that `2-4,9` chooses, counted from 1."""
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True)
+    found = []
+    for piece in chosen.split(","):
+        first, dash, last = piece.partition("-")
+        part_of_it = lines[int(first) - 1:int(last or len(lines)) if dash else int(first)]
+        if not part_of_it:
+            raise SystemExit(f"{path} has no lines {piece}")
+        found += part_of_it
+    return "".join(found)
 
 
 def output(command, folder):
@@ -165,7 +178,7 @@ def main():
                 return match.group(0)
             blocks += 1
             made = {"code": lambda: code(*what.split()), "records": lambda: records(what),
-                    "file": lambda: (ROOT / what).read_text(encoding="utf-8"),
+                    "file": lambda: lines_of(*what.split()),
                     "output": lambda: output(what, options.bin),
                     "table": lambda: table(what, options.bin), "range": lambda: span(what),
                     "met": lambda: met(what)}

@@ -1,5 +1,6 @@
-"""What README.md and docs/command.md tell a user to type runs as it stands: in bash, in a folder like a
-fresh clone with the command built, with none of this machine's settings for MPI. And the help."""
+"""What README.md, docs/start/command.md and docs/command.md tell a user to type runs as it stands: in
+bash, in a folder like a fresh clone with the command built, with none of this machine's settings for
+MPI. And the help."""
 
 import importlib.util
 import os
@@ -67,6 +68,12 @@ class DocumentsTest(CommandTest):
         self.assertEqual(len([line for line in lines if line.startswith("mpirun")]), 2, lines)
         self.runs(lines)
         self.assertEqual(npy.load(self.path("out.npy"))[1], (512, 12, 32))
+
+    def test_quick_start_of_the_command(self):
+        lines = [line for block in blocks("docs/start/command.md") for line in block]
+        self.assertGreaterEqual(len(lines), 5, lines)
+        self.runs(lines)
+        self.assertEqual(npy.load(self.path("lse.npy"))[1], (512, 12))
 
     def test_page_of_the_command(self):
         found = blocks("docs/command.md")

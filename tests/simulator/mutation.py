@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build" / "mutation.jsonl")
     parser.add_argument("--work", type=pathlib.Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--table", type=pathlib.Path,
-                        help="run nothing: print the table of this file, as in docs/mutants.md")
+                        help="run nothing: print the table of this file, as in tests/simulator/mutants.md")
     options = parser.parse_args()
     if options.table:
         print(table(map(json.loads, options.table.read_text().splitlines())))

@@ -71,7 +71,7 @@ class DocumentsTest(CommandTest):
 
     def test_quick_start_of_the_command(self):
         lines = [line for block in blocks("docs/start/command.md") for line in block]
-        self.assertGreaterEqual(len(lines), 5, lines)
+        self.assertEqual(len(lines), 4, lines)
         self.runs(lines)
         self.assertEqual(npy.load(self.path("lse.npy"))[1], (512, 12))
 

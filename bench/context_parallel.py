@@ -107,7 +107,7 @@ def judge(bench, args, pair, rounds, peers, machine=None):
         size = {"fp32": 4}.get(bench.dtype, 2) * bench.dim * tokens / args.ranks  # of a head's rows on a rank
         arrays, block = 2 * size * (heads + kv_heads), 2 * size * kv_heads
 
-        def say(name, ms, one, more=""):
+        def print_row(name, ms, one, more=""):
             print(f"{pair:>6} {tokens:>8} {name:<44}{ms:>10.3f} ms   efficiency {one / ms / args.ranks:6.3f}{more}",
                   flush=True)
 
@@ -117,7 +117,7 @@ def judge(bench, args, pair, rounds, peers, machine=None):
 
         print(f"{pair:>6} {tokens:>8} {'longspan, one ' + bench.one:<44}{alone:>10.3f} ms")
         for name, ms in times.items():
-            say(f"longspan {name}", ms, alone)
+            print_row(f"longspan {name}", ms, alone)
             target = bench.targets.get((args.ranks, tokens)) if name == best else None
             add(name, "efficiency", round(alone / ms / args.ranks, 3), target=target)
             add(name, "ms", round(ms, 4))
@@ -127,7 +127,7 @@ def judge(bench, args, pair, rounds, peers, machine=None):
                 target=MEMORY if name == best and tokens >= MEMORY_TOKENS else None,
                 less_is_better=True)
         for name, ms in medians((r["name"], r["ms"]) for r in theirs if "ms" in r).items():
-            say(name, ms, their_alone[name], f"   (one {bench.one}: {their_alone[name]:.3f} ms)")
+            print_row(name, ms, their_alone[name], f"   (one {bench.one}: {their_alone[name]:.3f} ms)")
             add(best, "ms", round(times[best], 4), peer=name, peer_value=round(ms, 4), ratio=round(ms / times[best], 3))
         for name, why in {r["name"]: r["refused"] for r in theirs if "refused" in r}.items():
             print(f"# {name} refuses {pair}, {tokens} tokens: {why}")

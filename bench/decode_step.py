@@ -109,17 +109,17 @@ def line(report, row, found):
 def main():
     args = arguments()
     machine = records.host_machine(args.command) if args.backend == "host" else None
-    said = False
+    printed = False
     for scaling in args.scaling:
         for batch in args.batch:
             for ranks in args.ranks:
                 report = measure(args, ranks, scaling, batch)
                 if report is None:
                     continue
-                if not said:
+                if not printed:
                     print(f"# longspan {report['longspan']} | {report['backend']} | "
                           f"{report['world']}\n{HEADER}")
-                    said = True
+                    printed = True
                 for row in report["rows"]:
                     found = to_records(report, row, machine)
                     print(line(report, row, found), flush=True)

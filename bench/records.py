@@ -82,8 +82,8 @@ def host_machine(command=None, **libraries):
         pass
     machine = {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gib": memory}
     if command:
-        said = subprocess.run([command, "info", "--json"], check=True, capture_output=True, text=True)
-        info = json.loads(said.stdout)
+        done = subprocess.run([command, "info", "--json"], check=True, capture_output=True, text=True)
+        info = json.loads(done.stdout)
         machine |= {"simd": info["host"].split(",")[0], "longspan": info["longspan"],
                     "compiler": info["compiler"]}
     return machine | libraries

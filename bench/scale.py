@@ -68,7 +68,7 @@ class Progress:
         self.total, self.done, self.shown = total, 0, sys.stderr.isatty()
         self.dim, self.plain = ("", "") if os.environ.get("NO_COLOR") else ("\033[2m", "\033[0m")
 
-    def say(self, what):
+    def show(self, what):
         if self.shown:
             sys.stderr.write(f"\r\033[K{self.dim}[{self.done + 1}/{self.total}] {what}{self.plain}")
             sys.stderr.flush()
@@ -100,7 +100,7 @@ def sweep(args):
     for scaling, kv, ranks in cases:
         total = kv if scaling == "strong" else kv * ranks
         tokens = total if args.tokens == "kv" else int(args.tokens)
-        progress.say(f"{scaling} scaling, {total} keys, ranks: {ranks}")
+        progress.show(f"{scaling} scaling, {total} keys, ranks: {ranks}")
         run = measure(args, ranks, total, tokens)
         speed = run["tflops"]
         first = base.setdefault((scaling, kv), (ranks, speed, run["time_ms"]["median"]))

@@ -57,10 +57,10 @@ def ours(program, ranks, size):
                               str(blocks(size))],
                              env=kept | {"RANK": str(r)}, stdout=subprocess.PIPE, text=True)
             for r in range(ranks)]
-    said = [process.communicate()[0] for process in made]
+    outputs = [process.communicate()[0] for process in made]
     if any(process.returncode for process in made):
         raise SystemExit(f"{program} failed")
-    run = json.loads(said[0])
+    run = json.loads(outputs[0])
     if not run["transport"].startswith("TCP"):
         raise SystemExit(f"{program} used {run['transport']}")
     return statistics.median(run["us"])

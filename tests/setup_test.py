@@ -64,11 +64,11 @@ class SetupTest(StandInTest):
         for nvcc in (False, True):
             if nvcc:
                 self.tool("nvcc", NEWEST)
-            built, said = self.dry()
+            built, output = self.dry()
             self.assertEqual(built, ("OFF", "", "all"))
-            self.assertIn("no NVIDIA GPU is seen: building for processors only", said)
-            self.assertIn("LONGSPAN_CUDA=ON", said)
-            self.assertIn("LONGSPAN_CUDA_ARCHITECTURES", said)
+            self.assertIn("no NVIDIA GPU is seen: building for processors only", output)
+            self.assertIn("LONGSPAN_CUDA=ON", output)
+            self.assertIn("LONGSPAN_CUDA_ARCHITECTURES", output)
 
     @unittest.skipUnless(NO_GPU, "a GPU is here")
     def test_cuda_can_be_asked_for_without_a_gpu(self):
@@ -86,9 +86,9 @@ class SetupTest(StandInTest):
                                     (["9.0", "9.0", "10.0", "8.0"], "80-real;90a-real;100-real"),
                                     (["7.5", "8.9"], "89-real")):
             self.gpus(*capabilities)
-            built, said = self.dry()
+            built, output = self.dry()
             self.assertEqual(built, ("AUTO", names, "all"), capabilities)
-            self.assertIn(f"building the CUDA part for {names} ", said)
+            self.assertIn(f"building the CUDA part for {names} ", output)
 
     def test_a_gpu_that_nvcc_does_not_know(self):
         self.tool("nvcc", NVCC.format(release="12.8", known="80 86 89 90 100 120"))
@@ -104,18 +104,18 @@ class SetupTest(StandInTest):
 
     def test_a_gpu_that_cannot_be_built_for(self):
         self.gpus("9.0")
-        said = self.dry()[1]
+        output = self.dry()[1]
         if not os.path.exists("/usr/bin/nvcc"):
-            self.assertIn("nvcc was not found", said)
+            self.assertIn("nvcc was not found", output)
         self.tool("nvcc", NVCC.format(release="11.8", known="80 90"))
-        built, said = self.dry()
+        built, output = self.dry()
         self.assertEqual(built, ("OFF", "", "all"))
-        self.assertRegex(said, r"compute capability 9\.0\), but .*nvcc is 11\.8, and 12\.5 is needed")
+        self.assertRegex(output, r"compute capability 9\.0\), but .*nvcc is 11\.8, and 12\.5 is needed")
         self.tool("nvcc", NEWEST)
         self.gpus("7.5")
-        built, said = self.dry()
+        built, output = self.dry()
         self.assertEqual(built, ("OFF", "", "all"))
-        self.assertIn("8.0 is the oldest", said)
+        self.assertIn("8.0 is the oldest", output)
 
     def test_the_switches_come_first(self):
         self.tool("nvcc", NEWEST)
@@ -198,33 +198,33 @@ class PipTest(StandInTest):
                           'message("nvcc $ENV{CUDACXX}")\n')
         done = self.sh(shutil.which("cmake"), *(f"-D{d}" for d in defined), "-P", str(script),
                        **switches)
-        said = done.stdout + done.stderr
-        self.assertEqual(done.returncode, 0, said)
-        return re.search(r"(?m)^chosen (\S*) \((.*)\)$", said).groups(), said
+        output = done.stdout + done.stderr
+        self.assertEqual(done.returncode, 0, output)
+        return re.search(r"(?m)^chosen (\S*) \((.*)\)$", output).groups(), output
 
     @unittest.skipUnless(NO_GPU, "a GPU is here")
     def test_without_a_gpu_processors_only(self):
         self.tool("nvcc", NEWEST)
-        chosen, said = self.choice()
+        chosen, output = self.choice()
         self.assertEqual(chosen, ("OFF", ""))
-        self.assertIn("no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON", said)
-        self.assertIn("without CUDA as no NVIDIA GPU was seen\n", said)
-        self.assertIn("asked anew LONGSPAN_CUDA;LONGSPAN_CUDA_ARCHITECTURES\n", said)
+        self.assertIn("no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON", output)
+        self.assertIn("without CUDA as no NVIDIA GPU was seen\n", output)
+        self.assertIn("asked anew LONGSPAN_CUDA;LONGSPAN_CUDA_ARCHITECTURES\n", output)
 
     def test_a_gpu_gets_its_own_architecture(self):
         self.tool("nvcc", NEWEST)
         self.gpus("9.0", "8.0")
-        chosen, said = self.choice()
+        chosen, output = self.choice()
         self.assertEqual(chosen, ("AUTO", "80-real;90a-real"))
-        self.assertIn("without CUDA as \n", said)
-        self.assertIn(f"nvcc {self.tools}/nvcc\n", said)
+        self.assertIn("without CUDA as \n", output)
+        self.assertIn(f"nvcc {self.tools}/nvcc\n", output)
 
     def test_a_gpu_that_cannot_be_built_for(self):
         self.tool("nvcc", NEWEST)
         self.gpus("7.5")
-        chosen, said = self.choice()
+        chosen, output = self.choice()
         self.assertEqual(chosen, ("OFF", ""))
-        self.assertRegex(said, "without CUDA as .*8.0 is the oldest")
+        self.assertRegex(output, "without CUDA as .*8.0 is the oldest")
 
     def test_what_is_asked_for_comes_first(self):
         self.tool("nvcc", NEWEST)
@@ -241,10 +241,10 @@ class PipTest(StandInTest):
             with self.subTest(defined=defined, switches=switches):
                 if wanted == ("ON", "") and not NO_GPU:
                     self.skipTest("a GPU is here")
-                chosen, said = self.choice(*defined, **switches)
-                self.assertEqual(chosen, wanted, said)
+                chosen, output = self.choice(*defined, **switches)
+                self.assertEqual(chosen, wanted, output)
                 for name in (d.split("=")[0] for d in defined):
-                    self.assertNotRegex(said, rf"asked anew (.*;)?{name}(;.*)?\n")
+                    self.assertNotRegex(output, rf"asked anew (.*;)?{name}(;.*)?\n")
         self.gpus("8.9")
         self.assertEqual(self.choice("LONGSPAN_CUDA=ON")[0], ("ON", "89-real"))
         self.tool("other_nvcc", NEWEST)
@@ -255,9 +255,9 @@ class PipTest(StandInTest):
 
     def test_without_bash_processors_only(self):
         self.gpus("9.0")
-        chosen, said = self.choice("LONGSPAN_BASH=NO")
+        chosen, output = self.choice("LONGSPAN_BASH=NO")
         self.assertEqual(chosen, ("OFF", ""))
-        self.assertIn("bash, which looks for a GPU, was not found: building for processors", said)
+        self.assertIn("bash, which looks for a GPU, was not found: building for processors", output)
         self.assertEqual(self.choice("LONGSPAN_BASH=NO", LONGSPAN_CUDA="ON")[0], ("ON", ""))
 
 

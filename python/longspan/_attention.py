@@ -305,9 +305,9 @@ class Attention:
             cache_seqlens: [batch], keys before the new ones; or
             total_keys: keys of the one sequence, the new ones included.
         """
-        _, _, said = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
+        _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
                                    v_new=v_new, keys=self._dealt_out["keys"], queries=None)
-        refuse(said)
+        refuse(message)
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
                            key_table, k_descale, v_descale, stream)

@@ -87,8 +87,8 @@ def _contradiction(name: str, array: Array, argument: str, rule: Sharding | None
             return f"{part}, by {_text(cut.rule)}, and {argument} is {_text(rule)}: give {argument}={_text(cut.rule)}"
         return None
     if (cut.rank, cut.ranks) != (rank, ranks):
-        said = "comm is None, which is this process alone" if comm is None else f"comm is rank {rank} of {ranks}"
-        return (f"{part}, and {said}: give comm= those {cut.ranks} ranks. For this part alone, as for a merge of "
+        message = "comm is None, which is this process alone" if comm is None else f"comm is rank {rank} of {ranks}"
+        return (f"{part}, and {message}: give comm= those {cut.ranks} ranks. For this part alone, as for a merge of "
                 f"states, give {name}[:], of which nothing is known")
     if cut.dim != dim:
         return f"{part} in dimension {cut.dim}, and its tokens are dimension {dim}: give longspan.shard dim={dim}"
@@ -136,16 +136,16 @@ def contradiction(q, k, v, *, comm, keys: Layout | Sharding, queries: Layout | S
         if of_keys and isinstance(cache_seqlens, (list, tuple)) and len(cache_seqlens) == 1:
             total, total_name = cache_seqlens[0], "cache_seqlens[0]"
         grows = of_keys and k_new is not None
-        said = _contradiction(name, array, argument, own, comm, len(array.shape) + tokens_dim, None if grows else total,
-                              total_name)
+        message = _contradiction(name, array, argument, own, comm, len(array.shape) + tokens_dim,
+                                 None if grows else total, total_name)
         lengths = cache_seqlens if of_keys else cu_seqlens_q
-        if said is None and packed and cut.ranks > 1 and lengths is not None:
+        if message is None and packed and cut.ranks > 1 and lengths is not None:
             sequences = _count_of(lengths) - (not of_keys)
             if sequences > 1:
-                said = (f"{name} was cut by longspan.shard as one sequence of {cut.length} tokens, and there are "
-                        f"{sequences} one after the other: cut each by itself, and join the parts")
-        if said is not None:
-            return None, None, said
+                message = (f"{name} was cut by longspan.shard as one sequence of {cut.length} tokens, and there are "
+                           f"{sequences} one after the other: cut each by itself, and join the parts")
+        if message is not None:
+            return None, None, message
         wholes.append(None if grows or lengths is not None or cut.ranks == 1 else cut.length)
     for name, array in (("k_new", k_new), ("v_new", v_new)):
         cut = None if array is None else cut_of(array)
@@ -155,9 +155,9 @@ def contradiction(q, k, v, *, comm, keys: Layout | Sharding, queries: Layout | S
     return wholes[0] if wholes[0] is not None else wholes[1], wholes[2], None
 
 
-def refuse(said: str | None) -> None:
-    if said is not None:
-        raise InputError(said)
+def refuse(message: str | None) -> None:
+    if message is not None:
+        raise InputError(message)
 
 
 def _rule(layout: Layout | Sharding, name: str) -> Sharding:
@@ -396,8 +396,8 @@ def _gathered(part: Array, layout: str, dim: int, comm: Communicator) -> list[Ar
         memory = here.tobytes()
     step = "parts of unshard"
     own = (layout, str(dim), _dtype_of(part), repr(tuple(part.shape)))
-    said = [text.split(b"\n", 4) for text in comm.gather("\n".join(own).encode() + b"\n" + memory, step)]
-    heads = [[field.decode() for field in fields[:4]] for fields in said]
+    gathered = [text.split(b"\n", 4) for text in comm.gather("\n".join(own).encode() + b"\n" + memory, step)]
+    heads = [[field.decode() for field in fields[:4]] for fields in gathered]
     shapes = [tuple(int(n) for n in head[3].strip("()").split(",") if n.strip()) for head in heads]
     for rank, head in enumerate(heads):
         for name, one, first in zip(("keys", "dim", "dtype"), head, heads[0]):
@@ -411,7 +411,7 @@ def _gathered(part: Array, layout: str, dim: int, comm: Communicator) -> list[Ar
             raise InputError(f"parts is {[*shapes[rank]]} on rank {rank} and {[*shapes[0]]} on rank 0; they may differ "
                              f"in dimension {dim} alone")
     made = []
-    for shape, fields in zip(shapes, said):
+    for shape, fields in zip(shapes, gathered):
         memory = bytearray(fields[4])  # which can be written to
         if is_torch:
             flat = torch.frombuffer(memory, dtype=torch.uint8) if memory else \

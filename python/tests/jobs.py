@@ -166,13 +166,13 @@ def attend_nothing(comm):
 
 def disagree_and_go_on(comm, q, k, v):
     """What each of two calls raises."""
-    said = []
+    answers = []
     for call in (lambda: disagree_in_lengths(comm, q, k, v), comm.barrier):
         try:
             call()
         except longspan.UsageError as error:
-            said.append(str(error))
-    return said
+            answers.append(str(error))
+    return answers
 
 
 def die(comm, who, q, k, v):
@@ -355,7 +355,7 @@ def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
         assert (host(longspan.unshard(to_v, by, comm=comm)) == host(v)).all()
 
 
-def packed(comm, lengths, news, keys, queries, results, said):
+def packed(comm, lengths, news, keys, queries, results, answers):
     """Sequences one after the other, each of them dealt out by itself."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((sum(n), h, 16), dtype=np.float32) for n, h in ((news, 4), (lengths, 2), (lengths, 2)))
@@ -373,7 +373,7 @@ def packed(comm, lengths, news, keys, queries, results, said):
     if queries:
         rows = mine(queries, starts)
         options["queries"] = longspan.Sharding(*queries)
-        if said:
+        if answers:
             options["total_queries"] = len(q)
     elif results:
         options["results"] = longspan.Sharding(*results)

@@ -22,7 +22,7 @@ class Ranks:
         for rank, pipe in enumerate(self.pipes):
             pipe.send((job, args if each is None else (*each[rank], *args)))
         results = [None] * self.size
-        waiting, said = set(range(self.size)), {}
+        waiting, gathered = set(range(self.size)), {}
         while waiting:
             ready = multiprocessing.connection.wait([self.pipes[r] for r in waiting], timeout=60)
             assert ready, f"ranks {sorted(waiting)} do not answer"
@@ -34,10 +34,10 @@ class Ranks:
                 except EOFError:
                     kind, value = "done", ("dead", None)
                 if kind == "exchange":
-                    said[rank] = value
-                    if len(said) == self.size:
-                        texts = [said[r] for r in range(self.size)]
-                        said = {}
+                    gathered[rank] = value
+                    if len(gathered) == self.size:
+                        texts = [gathered[r] for r in range(self.size)]
+                        gathered = {}
                         for pipe in self.pipes:
                             pipe.send(texts)
                     continue

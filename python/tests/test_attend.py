@@ -141,14 +141,14 @@ def test_one_of_several_ranks_that_is_given_no_comm(rng, monkeypatch):
             for name, value in variables.items():
                 patch.setenv(name, value)
             longspan._communicators.forget_warning()
-            with warnings.catch_warnings(record=True) as said:
+            with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 longspan.attend(q, k, v, comm=longspan.alone())
-                assert not said
+                assert not warned
                 for _ in range(2):
                     longspan.attend(q, k, v)
-            assert len(said) == warns, variables
-            assert not said or "several ranks" in str(said[0].message) and said[0].filename == __file__
+            assert len(warned) == warns, variables
+            assert not warned or "several ranks" in str(warned[0].message) and warned[0].filename == __file__
     longspan._communicators.forget_warning()
 
 

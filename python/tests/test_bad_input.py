@@ -326,7 +326,7 @@ def test_errors_have_the_names_of_python():
     threads = count_threads()
     for name, (call, right) in good_calls().items():
         call(**right)
-        said = 0
+        refused = 0
         for argument in inspect.signature(call).parameters:
             for wrong in wrong_values(right.get(argument)):
                 given = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in right.items()}
@@ -337,8 +337,8 @@ def test_errors_have_the_names_of_python():
                 except (longspan.LongspanError, TypeError) as error:
                     assert not isinstance(error, longspan.InternalError), (name, argument, wrong)
                     assert_python_names(str(error))
-                    said += 1
-        assert said > 20, name
+                    refused += 1
+        assert refused > 20, name
     assert count_threads() < threads + 20  # none took 2^31 - 1 for a number of threads
 
 

@@ -42,9 +42,9 @@ def launched(example, ranks):
                               "LONGSPAN_PORT": str(port)}
     made = [subprocess.Popen([sys.executable, EXAMPLES / example / "main.py"], env=common | {"RANK": str(r)},
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(ranks)]
-    said = [process.communicate(timeout=120)[0] for process in made]
-    assert [process.returncode for process in made] == [0] * ranks, said
-    return "".join(said).splitlines()
+    outputs = [process.communicate(timeout=120)[0] for process in made]
+    assert [process.returncode for process in made] == [0] * ranks, outputs
+    return "".join(outputs).splitlines()
 
 
 def check(lines, example, ranks):

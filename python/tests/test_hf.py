@@ -77,10 +77,10 @@ def test_generate_does_not_compile_by_itself(torch_ranks):
 def test_sampling(torch_ranks):
     first, second = torch_ranks.values(2, jobs.sampled, [5, 5])
     assert first == second and len(first[0]) == 40
-    for said in torch_ranks.values(2, jobs.sampled, [5, 6]):
-        assert "rank 0 and rank 1 feed different tokens" in said or "rank 1 and rank 0" in said
-    for said in torch_ranks.values(2, jobs.prompts_differ):
-        assert "input_ids differs between rank" in said
+    for error in torch_ranks.values(2, jobs.sampled, [5, 6]):
+        assert "rank 0 and rank 1 feed different tokens" in error or "rank 1 and rank 0" in error
+    for error in torch_ranks.values(2, jobs.prompts_differ):
+        assert "input_ids differs between rank" in error
 
 
 @pytest.mark.more

@@ -63,8 +63,8 @@ def test_what_a_function_returns_another_takes(ranks):
 def test_packed_sequences_of_dealt_out_rows(ranks, queries, results):
     """A rank may have more rows of many short sequences than of one sequence of as many rows."""
     for lengths, news in (([1, 2, 1], [1, 2, 1]), ([9, 0, 300, 5], [3, 0, 7, 5]), ([3] * 20, [1] * 20)):
-        for said in (True, False):
-            ranks.values(jobs.packed, lengths, news, ("striped",), queries, results, said)
+        for answers in (True, False):
+            ranks.values(jobs.packed, lengths, news, ("striped",), queries, results, answers)
 
 
 @pytest.mark.parametrize("what, error, says", [
@@ -332,9 +332,9 @@ def test_a_rank_that_gives_up():
 def test_interrupted_while_it_waits(rng):
     made = Ranks(2)
     q, k, v = numbers(rng, (3, 5, 2, 16))
-    waited, said = made.values(jobs.interrupted, 0, q, k, v)
+    waited, answers = made.values(jobs.interrupted, 0, q, k, v)
     assert 0.4 < waited < 5  # the deadline is 20 s
-    assert "Rank 0 gave up: it was interrupted" in said
+    assert "Rank 0 gave up: it was interrupted" in answers
     assert made.end() == [0, 0]
 
 
@@ -485,5 +485,5 @@ def test_torchrun_names(tmp_path):
                                            "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
                                            "TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": str(port)})
              for r in range(2)]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert said == [f"rank {r} of 2 is right\n" for r in range(2)]
+    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert answers == [f"rank {r} of 2 is right\n" for r in range(2)]

@@ -377,8 +377,8 @@ def own_communicator(group):
     out = layer(*(layer.shard(t) for t in (q, k, v)))
     if DEVICE != "cpu":  # without a group nobody gathers there
         close(lt.context_parallel_unshard(group, [out], [2])[0], wanted(q, k, v)[0])
-        said = raised(lambda: layer.unshard(out))
-        assert said[0] == "UnsupportedError" and "needs the process group" in said[1]
+        error = raised(lambda: layer.unshard(out))
+        assert error[0] == "UnsupportedError" and "needs the process group" in error[1]
         return
     close(layer.unshard(out), wanted(q, k, v)[0])
     whole = randn(3, 5, 7, dtype="bfloat16")
@@ -409,8 +409,8 @@ def let_go(group):
     del copied
     gc.collect()
     assert seen() is None and set(lt._groups._known) == before
-    said = raised(lambda: lt.scaled_dot_product_attention(*own, comm=name))
-    assert said[0] == "UsageError" and "let go" in said[1], said
+    error = raised(lambda: lt.scaled_dot_product_attention(*own, comm=name))
+    assert error[0] == "UsageError" and "let go" in error[1], error
 
 
 def destroyed(group):
@@ -423,8 +423,8 @@ def destroyed(group):
     gc.collect()
     assert seen() is not None  # kept with the group
     dist.destroy_process_group(made)
-    said = raised(lambda: lt.communicator(made))
-    assert said[0] == "UsageError" and "destroyed" in said[1], said
+    error = raised(lambda: lt.communicator(made))
+    assert error[0] == "UsageError" and "destroyed" in error[1], error
     assert seen() is None
     made = dist.new_group(range(group.size()), use_local_synchronization=True)
     seen = weakref.ref(lt.communicator(made))
@@ -440,8 +440,8 @@ def copied(group):
     for layer in (plain, part):
         for twin in (copy.deepcopy(torch.nn.Sequential(layer))[0], copy.copy(layer)):
             assert twin.comm is layer.comm and twin.layout == "contiguous"
-    said = raised(lambda: pickle.dumps(torch.nn.Sequential(part)))
-    assert said[0] == "UnsupportedError" and "cannot be pickled" in said[1], said
+    error = raised(lambda: pickle.dumps(torch.nn.Sequential(part)))
+    assert error[0] == "UnsupportedError" and "cannot be pickled" in error[1], error
     again = pickle.loads(pickle.dumps(plain))
     assert again.comm is lt.communicator() is plain.comm and torch.equal(again.sinks, plain.sinks)
     with torch.no_grad():
@@ -474,11 +474,11 @@ def contiguous_cache(group):
 def options_differ(group):
     """What has ended is closed by its user, and the next call makes another."""
     t = randn(0, 1, 2, 4, 16)
-    said = raised(lambda: lt.scaled_dot_product_attention(
+    error = raised(lambda: lt.scaled_dot_product_attention(
         t, t, t, group=group, is_causal=group.rank() == 0, causal_alignment="lower_right"))
     lt.communicator(group).close()
     lt.communicator(group).barrier()
-    return said
+    return error
 
 
 def rows_differ(group):

@@ -78,12 +78,12 @@ def expected(options):
             return status, rf"SAW rank={{victim}} step={ring} kind=[67]: .*Rank {{victim}} "
     if options.exchange in ("heads", "keys"):
         step = r"(?:exchange of (?:(?:rows and keys|results) by heads|keys and values)|attention)"
-        said = r"did not come to" if options.mode == "stop" else ""
-        return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {said}"
+        why = r"did not come to" if options.mode == "stop" else ""
+        return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {why}"
     if options.exchange == "levels":  # who waits for one that waits for the victim learns of it, too
         step = r"(?:exchange of (?:keys|values|queries|results)|ring of keys, step 1 of 1|attention)"
-        said = r"did not come to" if options.mode == "stop" else ""
-        return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {said}"
+        why = r"did not come to" if options.mode == "stop" else ""
+        return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {why}"
     if options.recovery and options.mode in ("kill", "kill-late"):
         # A rank may die behind its last word, so that the others see it at the next step only.
         steps = rf"(?:{STEP}|the end)" if options.exchange else "states"
@@ -165,10 +165,10 @@ def main():
         wrong.append(f"the job ended with status {found}, not {status}")
     if pattern:
         lines = re.findall(pattern.format(victim=victim), output)
-        said = len(lines)
+        found_lines = len(lines)
         wanted = options.ranks - 1 if options.recovery else 1
-        if said < wanted:
-            wrong.append(f"{said} of {options.ranks - 1} survivors said what they saw")
+        if found_lines < wanted:
+            wrong.append(f"{found_lines} of {options.ranks - 1} survivors said what they saw")
         others = [line for line in re.findall(r"(?:SAW|ERR) .*", output)
                   if not re.search(pattern.format(victim=victim), line)
                   and "ERR kind=3: k.npy" not in line]

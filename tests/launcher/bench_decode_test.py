@@ -112,10 +112,10 @@ class BenchDecodeTest(CommandTest):
         self.assertEqual(report["rows"][0]["alone"] is None, ranks == 0)
         if ranks == 0:
             return
-        report, _, said = self.report(ranks, "--kv", 20000, "--memory", 0.004)
+        report, _, output = self.report(ranks, "--kv", 20000, "--memory", 0.004)
         self.assertIsNone(report["rows"][0]["alone"])
         self.assertIn("--memory", report["rows"][0]["not_alone"])
-        self.assertIn("# not alone: ", said)
+        self.assertIn("# not alone: ", output)
 
     def test_alone_for_longer_than_the_deadline(self):
         """The others wait in pieces."""
@@ -160,16 +160,16 @@ class BenchDecodeTest(CommandTest):
 
 class DecodeScriptTest(CommandTest):
     def start(self, *arguments):
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said), \
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), \
                 mock.patch.object(sys, "argv", ["decode_step", *map(str, arguments)]), \
                 mock.patch.dict("os.environ", environment()):
             decode_step.main()
-        return said.getvalue()
+        return output.getvalue()
 
     def test_records(self):
         self.needs_mpi()
-        said = self.start("--command", COMMAND, "--launcher", MPIEXEC + " -n {ranks}", "--backend",
+        output = self.start("--command", COMMAND, "--launcher", MPIEXEC + " -n {ranks}", "--backend",
                           "host", "--ranks", 1, 2, "--kv", 256, "--batch", 1, 2, "--scaling",
                           "strong", "weak", "--machine", "try", "--results", self.folder, "--",
                           "--layers", 2, "--iterations", 2, "--warmup", 1)
@@ -182,7 +182,7 @@ class DecodeScriptTest(CommandTest):
         strong = [r["case"] for r in efficient if r["case"]["scaling"] == "strong"]
         self.assertEqual({case["kv_len"] for case in strong}, {256, 257})
         self.assertEqual({r["bench"] for r in rows}, {"decode_step"})
-        self.assertEqual(len([text for text in said.splitlines() if not text.startswith("#")]), 16)
+        self.assertEqual(len([text for text in output.splitlines() if not text.startswith("#")]), 16)
 
     def test_targets(self):
         """Those of 4 GPUs, batch 1, heads 64/8, at 2^k keys and at 2^k + 1."""

@@ -28,12 +28,12 @@ import serving_command  # noqa: E402
 
 def start(module, *arguments):
     """The script's main, in this process; what it printed."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), \
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), \
             mock.patch.object(sys, "argv", [module.__name__, *map(str, arguments)]), \
             mock.patch.dict("os.environ", environment()):
         module.main()
-    return said.getvalue()
+    return output.getvalue()
 
 
 class PrefillTest(CommandTest):
@@ -65,11 +65,11 @@ class ContextParallelTest(CommandTest):
 
         host = mock.Mock(machine=lambda command: {"cpu": "a cpu", "pytorch": "2", "pytorch_simd": "AVX9"})
         with mock.patch.object(context_parallel, "run_peer", peers), mock.patch.dict(sys.modules, torch_host=host):
-            said = start(context_parallel_vs_gloo, "--command", COMMAND, "--launcher", MPIEXEC + " -n {ranks}",
+            output = start(context_parallel_vs_gloo, "--command", COMMAND, "--launcher", MPIEXEC + " -n {ranks}",
                          "--tokens", 256, 512, "--heads", "8/2", "--rounds", 2, "--iterations", 1, "--strategies",
                          "ring-kv", "heads", "--machine", "try", "--results", self.folder)
-        self.assertIn("# none refuses 8/2, 256 tokens: NotImplementedError: no kernel", said)
-        self.assertIn("efficiency  0.800   (one thread: 8.000 ms)", said)
+        self.assertIn("# none refuses 8/2, 256 tokens: NotImplementedError: no kernel", output)
+        self.assertIn("efficiency  0.800   (one thread: 8.000 ms)", output)
         rows = records.read(self.path("context_parallel-try.jsonl"))
         self.assertEqual({r["machine"]["cpu"] for r in rows}, {"a cpu"})
         for tokens in (256, 512):
@@ -216,9 +216,9 @@ class SeedsTest(CommandTest):
         program.write_text("#!/bin/sh\ncat <<END\n" +
                            "".join(json.dumps(line) + "\n" for line in lines) + "END\nexit 5\n")
         program.chmod(0o755)
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
             self.assertEqual(serving_command.run(str(program)), lines[:1])
-        self.assertEqual(said.getvalue().count("NOT RIGHT"), 2)
+        self.assertEqual(output.getvalue().count("NOT RIGHT"), 2)
 
     def test_host_ratio(self):
         line = attention("plain decode", 32, 8, 1, 1, 32768, 11.0) | {

@@ -56,7 +56,7 @@ def each_rank(*argument_lists, folders=(), variables=(), timeout=120):
                           text=True)
 
 
-def said(done):
+def error_lines(done):
     """The command's own lines on stderr, without mpirun's."""
     return [text for text in done.stderr.splitlines() if text.startswith("longspan: ")]
 
@@ -77,7 +77,7 @@ class CommandTest(unittest.TestCase):
     def ends(self, done, status, *words):
         """The status, and exactly one line on stderr, which has all the words."""
         self.assertEqual(done.returncode, status, done.stdout + done.stderr)
-        lines = said(done)
+        lines = error_lines(done)
         if status == OK:
             self.assertEqual(lines, [])
             return

@@ -6,7 +6,7 @@ import subprocess
 import time
 import unittest
 
-from command import TIMEOUT, CommandTest, environment, line, said, wait_for
+from command import TIMEOUT, CommandTest, environment, error_lines, line, wait_for
 
 ENDLESS = ["run", "--kv", 4096, "--tokens", 16, "--iterations", 1000000, "--check", 0]
 
@@ -68,8 +68,8 @@ class FailureTest(CommandTest):
                             pass
                 self.assertEqual(done.returncode, TIMEOUT, done.stderr)
                 self.assertLess(time.monotonic() - begin, 30)
-                self.assertTrue(said(done), done.stderr)
-                for text in said(done):
+                self.assertTrue(error_lines(done), done.stderr)
+                for text in error_lines(done):
                     self.assertIn(f"Rank {victim} did not come to", text)
 
     def test_killed_rank_ends_the_job(self):
@@ -81,8 +81,8 @@ class FailureTest(CommandTest):
         process, ranks = self.start("--deadline", 5, mpirun=["--enable-recovery"])
         os.kill(ranks[1], signal.SIGKILL)
         done = self.end(process, 60)  # mpirun's own status says nothing here
-        self.assertEqual(len(said(done)), 2, done.stderr)
-        for text in said(done):
+        self.assertEqual(len(error_lines(done)), 2, done.stderr)
+        for text in error_lines(done):
             self.assertIn("Rank 1 ", text)
 
     def test_interrupted_run_writes_nothing(self):

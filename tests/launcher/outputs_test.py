@@ -142,13 +142,13 @@ class OutputsTest(CommandTest):
             with self.subTest(arguments=arguments[:1]):
                 with open("/dev/full", "w", encoding="ascii") as full:
                     process = start(*arguments, stdout=full)
-                    said = process.communicate(timeout=120)[1]
-                self.assertEqual(process.returncode, INPUT, said)
-                self.assertRegex(said, "^longspan: .*standard output cannot be written: No space")
+                    errors = process.communicate(timeout=120)[1]
+                self.assertEqual(process.returncode, INPUT, errors)
+                self.assertRegex(errors, "^longspan: .*standard output cannot be written: No space")
                 process = start(*arguments, stdout=None, preexec_fn=lambda: os.close(1))
-                said = process.communicate(timeout=120)[1]
-                self.assertEqual(process.returncode, INPUT, said)
-                self.assertRegex(said, "^longspan: .*standard output cannot be written")
+                errors = process.communicate(timeout=120)[1]
+                self.assertEqual(process.returncode, INPUT, errors)
+                self.assertRegex(errors, "^longspan: .*standard output cannot be written")
         read, write = os.pipe()
         os.close(read)
         process = start(*SMALL, "--out", self.path("out.npy"), stdout=write)

@@ -8,7 +8,7 @@ import subprocess
 import unittest
 
 import npy
-from command import COMMAND, INPUT, OK, USAGE, CommandTest, each_rank, environment, line, longspan, said
+from command import COMMAND, INPUT, OK, USAGE, CommandTest, each_rank, environment, error_lines, line, longspan
 
 SMALL = ["--kv", 40, "--tokens", 2, "--heads", 2, "--dim", 16, "--iterations", 1, "--warmup", 0]
 
@@ -146,8 +146,8 @@ class StandardOutputTest(CommandTest):
             done = subprocess.run(line(0, "run", *SMALL, "--json", "-"), env=environment(), stdout=full,
                                   stderr=subprocess.PIPE, text=True, timeout=60)
         self.assertEqual(done.returncode, INPUT)
-        self.assertEqual(len(said(done)), 1, done.stderr)
-        self.assertIn("standard output cannot be written: No space", said(done)[0])
+        self.assertEqual(len(error_lines(done)), 1, done.stderr)
+        self.assertIn("standard output cannot be written: No space", error_lines(done)[0])
 
 
 class ProgressTest(CommandTest):

@@ -49,7 +49,7 @@ _LOCAL[torch.nn.functional.multi_head_attention_forward] = "torch.nn.MultiheadAt
 _FLEX = torch.ops.higher_order.flex_attention
 
 
-def _said(name: str) -> str:
+def _why(name: str) -> str:
     return (f"{name} inside context_parallel is not supported: it would attend to this rank's tokens alone. torch's "
             "scaled_dot_product_attention attends to all; windows, documents and softcap are arguments of "
             "longspan.torch's")
@@ -73,7 +73,7 @@ class _Mode(TorchFunctionMode):
         if func is _FLEX:
             return _refuse_flex(*args)
         if func in _LOCAL:
-            raise UnsupportedError(_said(_LOCAL[func]))
+            raise UnsupportedError(_why(_LOCAL[func]))
         return func(*args, **(kwargs or {}))
 
 
@@ -101,7 +101,7 @@ def _attend(*args, **kwargs):
 
 def _refusal(name: str):
     def refuse(*args, **kwargs):
-        raise UnsupportedError(_said(f"torch.ops.aten.{name}"))
+        raise UnsupportedError(_why(f"torch.ops.aten.{name}"))
 
     return refuse
 
@@ -123,22 +123,22 @@ _registered = _register()
 # ---- flex_attention, which compiles itself: what was raised in its trace would be dynamo's error ------
 
 def _refuse_flex(query, key, value, *args):
-    said = _said("flex_attention")
+    message = _why("flex_attention")
     if not torch.compiler.is_compiling():
-        raise UnsupportedError(said)
-    results = torch.ops.longspan.refuse(query, value, said)
+        raise UnsupportedError(message)
+    results = torch.ops.longspan.refuse(query, value, message)
     return results if hasattr(_flex, "AuxRequest") else results[:2]  # those of torch before 2.9
 
 
-def _refuse(query, value, said):
-    raise UnsupportedError(said)
+def _refuse(query, value, message):
+    raise UnsupportedError(message)
 
 
-def _fake_refuse(query, value, said):
+def _fake_refuse(query, value, message):
     lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
     return query.new_empty([*query.shape[:-1], value.shape[-1]]), lse, lse.clone()
 
 
-library.define("refuse(Tensor query, Tensor value, str said) -> (Tensor, Tensor, Tensor)")
+library.define("refuse(Tensor query, Tensor value, str message) -> (Tensor, Tensor, Tensor)")
 library.impl("refuse", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake("longspan::refuse", _fake_refuse, lib=library)

@@ -96,14 +96,14 @@ def gather_parts(part: torch.Tensor, known: Known, dim: int) -> list[torch.Tenso
     step = "unshard"
     own = f"{part.dtype} {list(part.shape)}"
     shapes = []
-    for rank, said in enumerate(known.comm.gather(own.encode(), step)):
-        dtype, _, shape = said.decode().partition(" ")
+    for rank, theirs in enumerate(known.comm.gather(own.encode(), step)):
+        dtype, _, shape = theirs.decode().partition(" ")
         shape = [int(n) for n in shape.strip("[]").split(",") if n.strip()]
         alike = list(part.shape)
         if len(shape) == len(alike):
             alike[dim] = shape[dim]
         if dtype != str(part.dtype) or shape != alike:
-            raise InputError(f"the tensor is {own} on rank {known.rank} and {said.decode()} on rank {rank}; "
+            raise InputError(f"the tensor is {own} on rank {known.rank} and {theirs.decode()} on rank {rank}; "
                              f"they may differ in dimension {dim} only")
         shapes.append(shape)
     group = None if known.group is None else known.group()
@@ -111,9 +111,9 @@ def gather_parts(part: torch.Tensor, known: Known, dim: int) -> list[torch.Tenso
         if part.device.type != "cpu":
             raise UnsupportedError("unshard on GPUs needs the process group: give group in place of comm")
         memory = part.detach().contiguous().view(torch.uint8).numpy().tobytes() if part.numel() else b""
-        return [torch.frombuffer(bytearray(said), dtype=torch.uint8).view(part.dtype).reshape(shape)
-                if said else part.new_empty(shape)
-                for said, shape in zip(known.comm.gather(memory, step), shapes)]
+        return [torch.frombuffer(bytearray(theirs), dtype=torch.uint8).view(part.dtype).reshape(shape)
+                if theirs else part.new_empty(shape)
+                for theirs, shape in zip(known.comm.gather(memory, step), shapes)]
     most = max(shape[dim] for shape in shapes)
     padded = part.detach().contiguous()
     if part.shape[dim] != most:  # what a group gathers is equal on all ranks

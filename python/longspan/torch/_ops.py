@@ -174,8 +174,8 @@ def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Leng
     if total_keys is None or (queries and total_queries is None):
         own_keys, own_rows = [], []
         mine = b"%d %d" % (k.shape[-3], q.shape[-3])
-        for said in world.comm.gather(mine, "count of keys and query rows (total_keys or total_queries is not given)"):
-            one, other = said.split()
+        for counts in world.comm.gather(mine, "count of keys and query rows (total_keys or total_queries is not given)"):
+            one, other = counts.split()
             own_keys.append(int(one))
             own_rows.append(int(other))
     if own_keys is None:

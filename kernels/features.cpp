@@ -27,8 +27,10 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return static_cast<bool>(p.documents); }},
     {"softcap", "cap * tanh(score / cap)", kBoth, kYes, kYes,
      [](const P& p) { return p.score.softcap != 0.0f; }},
-    {"ALiBi", "by context or by query distance, a slope for each head", kBoth, kYes, kYes,
-     [](const P& p) { return static_cast<bool>(p.bias.slopes); }},
+    {"ALiBi",
+     "by the distance from the context, from the query, or its root; slopes of heads or of "
+     "sequences and heads",
+     kBoth, kYes, kYes, [](const P& p) { return static_cast<bool>(p.bias.slopes); }},
     {"qq_bias", "between the new tokens, -inf hides", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.bias.qq); }},
     {"paged", "block tables, pages of any size", kBoth, kYes, kYes,

@@ -39,15 +39,20 @@ struct AppendParams {
   Scales v_scale;
 };
 
+/// Sets the sizes and types of an append to those of an attention.
+inline void set_sizes(AppendParams& append, const Geometry& g) {
+  append.dtype = g.dtype;
+  append.kv_dtype = g.kv_dtype;
+  append.tokens = g.tokens;
+  append.kv_heads = g.kv_heads;
+  append.head_dim = g.head_dim;
+  append.value_dim = g.value_dim;
+}
+
 /// Makes the new keys and values of an attention an append of their own.
 inline AppendParams append_of(const AttendParams& p) {
   AppendParams append;
-  append.dtype = p.dtype;
-  append.kv_dtype = p.kv_dtype;
-  append.tokens = p.tokens;
-  append.kv_heads = p.kv_heads;
-  append.head_dim = p.head_dim;
-  append.value_dim = p.value_dim;
+  set_sizes(append, p);
   append.new_k = p.new_k;
   append.new_v = p.new_v;
   append.k = p.k;

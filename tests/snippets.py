@@ -9,6 +9,7 @@ measured. In a .md file
     <!-- file: bench/results/demo-cpu.txt 1-2,10 -->       a file; with numbers, these of its lines
     <!-- records: host-cpu dim=64,128 -->                  a table of bench/results/host-cpu.jsonl
     <!-- table: longspan info --features --json -->        a table of JSON that this build prints
+    <!-- options: longspan info --options --json -->       the same of options and arguments, with their meaning
     <!-- range: prefill-h200 ratio peer=cuDNN -->          the least and the greatest of a figure
     <!-- met: auto-cpu ranks=2 -->                         how many of the records that have a target meet it
 
@@ -30,7 +31,7 @@ import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(<!-- (code|output|file): (.+?) -->\n```\w*\n)(.*?)(```)", re.DOTALL)
-TABLE = re.compile(r"(<!-- (records|table): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (records|table|options): (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PHRASE = re.compile(r"(<!-- (range|met): (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -151,7 +152,10 @@ def described(machine):
 
 def table(command, folder):
     """A table of the objects that the command prints as JSON, a column for each key."""
-    rows = json.loads(output(command, folder))
+    return table_of(json.loads(output(command, folder)))
+
+
+def table_of(rows):
     keys = list(rows[0])
     text = "\n| " + " | ".join(keys) + " |\n" + "|---" * len(keys) + "|\n"
     for row in rows:
@@ -159,11 +163,44 @@ def table(command, folder):
     return text + "\n"
 
 
+def members(structure):
+    """The type of each member of a structure, and what the headers say of it, behind or ahead."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "longspan").glob("*.hpp")))
+    body = re.search(rf"^struct {structure} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE).group(1)
+    found, ahead, last = {}, [], None
+    for line in body.splitlines():
+        behind = re.search(r"///<? ?(.*)", line)
+        member = re.match(r"  ([\w:<>]+) (\w+)(?: = .*?)?;", line)
+        if member:
+            last = member.group(2)
+            found[last] = (member.group(1), ahead + ([behind.group(1)] if behind else []))
+            ahead = []
+        elif behind and "///<" in line:
+            found[last][1].append(behind.group(1))
+        elif behind:
+            ahead.append(behind.group(1))
+        else:
+            ahead = []
+    return {name: (kind, " ".join(words)) for name, (kind, words) in found.items()}
+
+
+def options(command, folder):
+    """The table that the command prints, with what the headers say of each."""
+    rows = json.loads(output(command, folder))
+    for row in rows:
+        structure, member = row["C++"].split("::")
+        *groups, name = member.split(".")
+        for group in groups:
+            structure = members(structure)[group][0]
+        row["meaning"] = members(structure)[name][1].replace("|", "\\|")
+    return table_of(rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--bin", type=pathlib.Path)
-    options = parser.parse_args()
+    arguments = parser.parse_args()
 
     blocks, wrong = 0, 0
     for path in sorted(ROOT.rglob("*.md")):
@@ -174,13 +211,14 @@ def main():
         def current(match):
             nonlocal blocks
             head, kind, what, body, tail = match.groups()
-            if kind in ("output", "table") and not options.bin:
+            if kind in ("output", "table", "options") and not arguments.bin:
                 return match.group(0)
             blocks += 1
             made = {"code": lambda: code(*what.split()), "records": lambda: records(what),
                     "file": lambda: lines_of(*what.split()),
-                    "output": lambda: output(what, options.bin),
-                    "table": lambda: table(what, options.bin), "range": lambda: span(what),
+                    "output": lambda: output(what, arguments.bin),
+                    "table": lambda: table(what, arguments.bin), "options": lambda: options(what, arguments.bin),
+                    "range": lambda: span(what),
                     "met": lambda: met(what)}
             return head + made[kind]() + tail
 
@@ -190,13 +228,13 @@ def main():
         if expected == text:
             continue
         wrong += 1
-        print(f"{path.relative_to(ROOT)}: {'rewritten' if options.write else 'out of date'}")
-        if options.write:
+        print(f"{path.relative_to(ROOT)}: {'rewritten' if arguments.write else 'out of date'}")
+        if arguments.write:
             path.write_text(expected, encoding="utf-8")
-    print(f"snippets: {blocks} blocks, {wrong} files {'rewritten' if options.write else 'out of date'}")
-    if wrong and not options.write:
+    print(f"snippets: {blocks} blocks, {wrong} files {'rewritten' if arguments.write else 'out of date'}")
+    if wrong and not arguments.write:
         print("python3 tests/snippets.py --write --bin BUILD/bin brings them up to date")
-    return 0 if options.write or not wrong else 1
+    return 0 if arguments.write or not wrong else 1
 
 
 if __name__ == "__main__":

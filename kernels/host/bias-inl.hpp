@@ -65,8 +65,9 @@ class SegmentBias {
       some_qq_ = p_.bias.qq && find_qq(index);
     }
     if (!p_.bias.slopes && !some_qq_) return;
-    const float slope = p_.bias.slopes ? p_.bias.slopes[head] : 0.0f;
-    const bool by_query = p_.bias.alibi == Alibi::query;
+    const int sequence = tile_.sequence.index;
+    const float slope = p_.bias.slopes ? p_.bias.slopes.of(sequence, head) : 0.0f;
+    const bool by_query = p_.bias.alibi == Alibi::query, by_root = p_.bias.alibi == Alibi::sqrt;
     const Lanes d;
     const hn::RebindToSigned<Lanes> integer;
     const auto own = hn::Set(integer, static_cast<std::int32_t>(index));
@@ -76,7 +77,10 @@ class SegmentBias {
         const auto ahead = hn::Sub(distance, own);
         distance = hn::Min(ahead, hn::Neg(ahead));
       }
-      auto bias = hn::Mul(hn::Set(d, slope), hn::ConvertTo(d, distance));
+      if (by_root) distance = hn::Max(hn::Sub(own, distance), hn::Zero(integer));
+      auto steps = hn::ConvertTo(d, distance);
+      if (by_root) steps = hn::Neg(hn::Sqrt(steps));
+      auto bias = hn::Mul(hn::Set(d, slope), steps);
       if (some_qq_) bias = hn::Add(bias, hn::Load(d, qq_ + j));
       bias = hn::Mul(bias, hn::Set(d, kLog2E));
       const auto hidden = hn::Eq(bias, hn::Set(d, -infinity()));
@@ -124,7 +128,7 @@ class SegmentBias {
     const Sequence& s = tile_.sequence;
     for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {
       const std::int64_t position = s.shard.position(segment_.first + j, s.kv_len);
-      const float bias = p_.bias(head, s.context_len + index, position, s.context_len);
+      const float bias = p_.bias(s.index, head, s.context_len + index, position, s.context_len);
       scores[j] = bias == -infinity() ? bias : scores[j] + bias;
     }
   }

@@ -8,6 +8,7 @@
 
 #include "launcher/judge/report.hpp"
 #include "longspan/info.hpp"
+#include "longspan/option_table.hpp"
 #include "longspan/strategy.hpp"
 
 namespace longspan::launcher {
@@ -59,6 +60,49 @@ std::string features_text(bool json) {
     text += fmt::format("{:<22}{:<6}{:<6}{:<14}{}\n", f.name, f.host ? "yes" : "no",
                         f.cuda ? "yes" : "no", f.by, f.meaning);
   return text;
+}
+
+namespace {
+
+/// A line of the tables of options and arguments: what one is called, and how ranks compare it.
+struct Named {
+  std::string member;
+  const char* python;
+  const char* command;
+  std::string compared;
+};
+
+std::vector<Named> options_and_arguments() {
+  std::vector<Named> all;
+  const Options options;
+  visit_options(options, [&](const OptionInfo& o, const auto&) {
+    all.push_back({"Options::" + o.member(), o.python, o.command, o.own != nullptr ? "no" : "yes"});
+  });
+  const AttentionArgs args;
+  visit_arguments(args, [&](const ArgumentInfo& a, const auto&) {
+    const char* compared[] = {"what it holds", "whether given", "ranges", "yes", "no"};
+    all.push_back({std::string("AttentionArgs::") + a.name, a.python, nullptr,
+                   compared[static_cast<int>(a.compared)]});
+  });
+  return all;
+}
+
+}  // namespace
+
+std::string options_text(bool json) {
+  const auto or_empty = [](const char* text) { return text != nullptr ? text : ""; };
+  ordered_json all = ordered_json::array();
+  std::string text =
+      fmt::format("{:<33}{:<16}{:<18}{}\n", "C++", "Python", "longspan run", "ranks compare");
+  for (const Named& n : options_and_arguments()) {
+    all.push_back({{"C++", n.member},
+                   {"Python", or_empty(n.python)},
+                   {"longspan run", or_empty(n.command)},
+                   {"ranks compare", n.compared}});
+    text += fmt::format("{:<33}{:<16}{:<18}{}\n", n.member, or_empty(n.python), or_empty(n.command),
+                        n.compared);
+  }
+  return json ? json_text(all) : text;
 }
 
 std::string environment_text(bool json) {

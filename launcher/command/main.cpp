@@ -67,7 +67,9 @@ int perform(const Communicator& world, const CommandLine& line) {
       text = strategies_text();
       break;
     case Action::info:
-      text = line.features ? features_text(line.json) : info_text(world.describe(), line.json);
+      text = line.features  ? features_text(line.json)
+             : line.options ? options_text(line.json)
+                            : info_text(world.describe(), line.json);
       break;
     case Action::env:
       text = environment_text(line.json);

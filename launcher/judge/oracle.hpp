@@ -13,6 +13,7 @@
 #include <span>
 
 #include "longspan/mask.hpp"
+#include "longspan/types.hpp"
 
 namespace longspan::launcher {
 
@@ -41,6 +42,15 @@ inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t 
     return seen;
   }
   return {position, position};
+}
+
+/// What ALiBi's slope multiplies, for the query at position i and the key at position j:
+///
+///     context: j - context_len,   query: -|i - j|,   sqrt: -sqrt(i - j), and 0 for keys behind i.
+inline double alibi_term(Alibi alibi, std::int64_t i, std::int64_t j, std::int64_t context_len) {
+  const auto ahead = static_cast<double>(i - j);
+  if (alibi == Alibi::context) return static_cast<double>(j - context_len);
+  return alibi == Alibi::query ? -std::abs(ahead) : -std::sqrt(std::max(ahead, 0.0));
 }
 
 struct Exact {

@@ -12,6 +12,7 @@
 #include "launcher/options/spelling.hpp"
 #include "launcher/options/usage.hpp"
 #include "longspan/limits.hpp"
+#include "longspan/option_table.hpp"
 #include "longspan/strategy.hpp"
 #include "longspan/version.hpp"
 
@@ -88,14 +89,6 @@ CLI::Validator backend_name() {
       "");
 }
 
-constexpr Exchange kExchanges[] = {Exchange::automatic, Exchange::peer_buffers,
-                                   Exchange::peer_buffers_apart, Exchange::gather};
-std::vector<std::string> exchange_names() {
-  std::vector<std::string> names;
-  for (const Exchange exchange : kExchanges) names.emplace_back(name(exchange));
-  return names;
-}
-
 const std::string kValueDimText = fmt::format(
     "Dimension of a value: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
 
@@ -107,13 +100,12 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
   app.add_option_function<std::string>(
          "--exchange",
          [&o](const std::string& text) {
-           for (const Exchange exchange : kExchanges)
-             if (text == name(exchange)) o.exchange = exchange;
+           o.exchange = choice_named<Exchange>(text).value_or(o.exchange);
          },
          "How states travel between GPUs: peer-buffers (each GPU writes into the others' memory), "
          "gather (NCCL), or auto: peer-buffers where the GPUs reach each other. "
          "peer-buffers-apart: the same, in a kernel of its own")
-      ->check(one_of(exchange_names()))
+      ->check(one_of(choice_names<Exchange>()))
       ->default_str(name(o.exchange));
   app.add_option("--deadline", o.deadline_s,
                  "Seconds to wait for a rank at any step [LONGSPAN_DEADLINE_S, or else 60]")
@@ -198,9 +190,9 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->check(single_precision(true))
       ->group(attention);
   app.add_option("--alibi", o.alibi,
-                 "ALiBi by the distance from the first query row (context) or from the row's own "
-                 "(query), with slopes 2^(-8 (h + 1) / heads)")
-      ->check(one_of({"context", "query"}))
+                 "ALiBi by the distance from the first query row (context), from the row's own "
+                 "(query) or its square root (sqrt), with slopes 2^(-8 (h + 1) / heads)")
+      ->check(one_of(choice_names<Alibi>()))
       ->group(attention);
 
   app.add_flag("--fp8-products", o.fp8_products,
@@ -429,6 +421,8 @@ CommandLine parse(int argc, char** argv) {
 
   CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
   info->add_flag("--features", line.features, "What the kernels of each device can do");
+  info->add_flag("--options", line.options,
+                 "Options of a layer and arguments of a run, and what they are called");
   info->add_flag("--json", line.json, "As JSON");
   CLI::App* env = app.add_subcommand("env", "The environment variables that longspan reads");
   env->add_flag("--json", line.json, "As JSON");

@@ -48,7 +48,7 @@ struct RunOptions {
   Mask mask;
   std::optional<float> scale;
   float softcap = 0;
-  std::string alibi;  // context or query; empty: none
+  std::string alibi;  // the name of an Alibi; empty: none
   bool fp8_products = false;
   bool bf16_products = false;
 
@@ -134,6 +134,7 @@ struct CommandLine {
   ScaleOptions scale;
   bool json = false;      // info, env
   bool features = false;  // info
+  bool options = false;   // likewise
 };
 
 CommandLine parse(int argc, char** argv);

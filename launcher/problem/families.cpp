@@ -362,11 +362,12 @@ std::vector<float> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t c
   return values;
 }
 
-void take_slopes(Problem& p, Alibi alibi) {
+/// Takes slopes as published; those of `sequences` differ from one to the next.
+void take_slopes(Problem& p, Alibi alibi, int sequences = 1) {
   p.options.score.alibi = alibi;
-  for (int h = 0; h < p.options.heads; ++h)
+  for (int i = 0; i < sequences * p.options.heads; ++i)
     p.slopes.push_back(
-        std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(p.options.heads)));
+        std::exp2(-8.0f * static_cast<float>(i + 1) / static_cast<float>(p.options.heads)));
 }
 
 /// Makes a tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
@@ -407,7 +408,7 @@ void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool 
 Family biases(const Sweep& sweep) {
   Family family;
   for (DType dtype : kDTypes) {
-    for (int kind = 0; kind < 6; ++kind) {
+    for (int kind = 0; kind < 7; ++kind) {
       Problem p = make(sweep, serving_shape(dtype), 1200 + kind);
       p.options.mask.causal = kind != 1;
       if (kind == 0) take_slopes(p, Alibi::context);
@@ -415,6 +416,7 @@ Family biases(const Sweep& sweep) {
       if (kind == 2 || kind == 3) take_drafts(p, sweep.seed + kind);
       if (kind == 3) take_slopes(p, Alibi::context);
       if (kind == 4) p.causal = {0, 1, 0, 1};
+      if (kind == 6) take_slopes(p, Alibi::sqrt, p.batch());
       if (kind == 5) {
         p = make(sweep, {.dtype = dtype, .q_lens = {70}, .kv_lens = {700}}, 1206);
         p.options.mask.causal = true;
@@ -471,7 +473,9 @@ Family serving(const Sweep& sweep) {
     if (chance(2)) p.options.mask.window = 1 + below(random, 400);
     if (chance(2)) p.options.score.softcap = 5.0f;
     if (chance(2)) p.sinks = draw_sinks(p, i);
-    if (chance(2)) take_slopes(p, chance(2) ? Alibi::context : Alibi::query);
+    if (chance(2))
+      take_slopes(p, pick(random, {Alibi::context, Alibi::query, Alibi::sqrt}),
+                  chance(2) ? batch : 1);
     if (chance(2)) take_drafts(p, i);
     if (chance(3))
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));

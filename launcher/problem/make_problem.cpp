@@ -9,6 +9,7 @@
 #include "launcher/io/npy.hpp"
 #include "launcher/problem/demand.hpp"
 #include "launcher/problem/elements.hpp"
+#include "longspan/option_table.hpp"
 
 namespace longspan::launcher {
 namespace {
@@ -97,24 +98,23 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   if (!o.alibi.empty()) problem.slopes = published_slopes(problem.q.heads);
   problem.keys = {.layout = o.layout, .block = o.block};
   if (o.shard_queries) problem.queries = problem.keys;
-  problem.options = {
-      .heads = problem.q.heads,
-      .kv_heads = problem.k.heads,
-      .head_dim = problem.q.dim,
-      .value_dim = problem.v.dim,
-      .dtypes = {.compute = problem.q.dtype,
-                 .fp8_products = o.fp8_products,
-                 .bf16_products = o.bf16_products},
-      .mask = o.mask,
-      .score = {.scale = o.scale,
-                .softcap = o.softcap,
-                .alibi = o.alibi == name(Alibi::query) ? Alibi::query : Alibi::context},
-      .invariant = o.invariant,
-      .strategy = o.strategy,
-      .ranks_per_node = o.ranks_per_node,
-      .exchange = world.exchange,
-      .threads = world.threads,
-      .debug = {.profile = true}};
+  problem.options = {.heads = problem.q.heads,
+                     .kv_heads = problem.k.heads,
+                     .head_dim = problem.q.dim,
+                     .value_dim = problem.v.dim,
+                     .dtypes = {.compute = problem.q.dtype,
+                                .fp8_products = o.fp8_products,
+                                .bf16_products = o.bf16_products},
+                     .mask = o.mask,
+                     .score = {.scale = o.scale,
+                               .softcap = o.softcap,
+                               .alibi = choice_named<Alibi>(o.alibi).value_or(Alibi::context)},
+                     .invariant = o.invariant,
+                     .strategy = o.strategy,
+                     .ranks_per_node = o.ranks_per_node,
+                     .exchange = world.exchange,
+                     .threads = world.threads,
+                     .debug = {.profile = true}};
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
   return problem;
 }

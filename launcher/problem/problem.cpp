@@ -137,9 +137,9 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
   for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
     const std::int64_t column = j - context;  // counted from the first new token
     if (!slopes.empty()) {
-      const double distance = static_cast<double>(
-          options.score.alibi == Alibi::context ? column : -std::abs(context + t - j));
-      bias[j] += slopes[head] * distance;
+      const std::size_t row = slopes_of_sequences() ? static_cast<std::size_t>(b) : 0;
+      bias[j] += slopes[row * static_cast<std::size_t>(options.heads) + head] *
+                 alibi_term(options.score.alibi, context + t, j, context);
     }
     if (!qq_bias.empty() && column >= 0 && column < qq_width)
       bias[j] += qq_bias[t * qq_width + column];
@@ -236,6 +236,9 @@ void Trial::take_features() {
     return values.empty() ? Tensor() : array<float>(buffer, device);
   };
   args_.slopes = floats(slopes_, p.slopes);
+  if (p.slopes_of_sequences())
+    args_.slopes = {
+        static_cast<const float*>(slopes_.data()), {p.batch(), p.options.heads}, device};
   args_.q_scale = floats(q_scale_, p.q_scale);
   args_.k_scale = floats(k_scale_, p.k_scale);
   args_.v_scale = floats(v_scale_, p.v_scale);

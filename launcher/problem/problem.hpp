@@ -39,7 +39,7 @@ struct Problem {
   Source q;                                         // [sum of q_lens, heads, head_dim]
   Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
   std::vector<float> sinks;    // [heads], or none
-  std::vector<float> slopes;   // [heads] ALiBi, or none
+  std::vector<float> slopes;   // [heads] or [batch, heads] ALiBi, or none
   std::vector<float> qq_bias;  // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
@@ -52,6 +52,9 @@ struct Problem {
   std::int64_t capacity = 0;   // > 0: k and v lie in [batch, capacity], NaN behind each sequence
 
   int batch() const { return static_cast<int>(q_lens.size()); }
+  bool slopes_of_sequences() const {
+    return slopes.size() > static_cast<std::size_t>(options.heads);
+  }
   RunSize run_size(int ranks) const;
   /// Says whether every rank's keys are sent from where they lie (Limits::dense_keys): those of one
   /// sequence, without pages or room behind it, with lengths that the host knows on a GPU as well.

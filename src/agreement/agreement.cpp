@@ -6,38 +6,52 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "longspan/element.hpp"
+#include "longspan/option_table.hpp"
+#include "src/arguments/array_checks.hpp"
 #include "src/arguments/tensor_checks.hpp"
 
 namespace longspan {
 namespace {
 
-constexpr OwnField kOwnFields[] = {
-    {"Options::threads", "how many threads a rank has changes no bit and nothing that travels"},
-    {"Options::debug.profile", "a rank may time its own phases; what travels is the same"},
-    {"AttentionArgs::q", "its strides; rows, heads, head_dim and type are compared"},
-    {"AttentionArgs::k", "every rank has keys of its own, as the layout says"},
-    {"AttentionArgs::v", "as k"},
-    {"AttentionArgs::out", "where the result goes; its type is an option"},
-    {"AttentionArgs::lse", "a rank may leave it out"},
-    {"AttentionArgs::block_table", "pages are a rank's own; whether there is a table is compared"},
-    {"MergeOptions::threads", "as Options::threads"},
-    {"MergeArgs::part", "every rank has a part of its own; its number of tokens is compared"},
-    {"MergeArgs::part_lse", "as part"},
-    {"MergeArgs::part_scale", "as part; its scale travels with it"},
-    {"MergeArgs::out", "where the result goes; its type is an option"},
-    {"MergeArgs::lse", "a rank may leave it out"},
-    {"ReshardOptions::threads", "as Options::threads"},
-    {"ReshardArgs::from", "every rank has a part of its own, in a form of its own"},
-    {"ReshardArgs::to", "as from"},
-};
+/// An array of one or two dimensions that was checked, as the digest reads it.
+kernels::DigestArray digest_array(const Tensor& t) {
+  const bool matrix = t.dims == 2;
+  return {t.data, t.shape[matrix ? 1 : 0], matrix ? t.shape[0] : 1, matrix ? t.stride[0] : 0,
+          static_cast<int>(size_of(t.dtype))};
+}
 
 }  // namespace
 
-std::span<const OwnField> own_fields() { return kOwnFields; }
+std::vector<OwnField> own_fields() {
+  std::vector<OwnField> all;
+  const Options options;
+  visit_options(options, [&](const OptionInfo& option, const auto&) {
+    if (option.own != nullptr) all.push_back({"Options::" + option.member(), option.own});
+  });
+  const AttentionArgs args;
+  visit_arguments(args, [&](const ArgumentInfo& argument, const auto&) {
+    if (argument.own != nullptr)
+      all.push_back({std::string("AttentionArgs::") + argument.name, argument.own});
+  });
+  // Those of merges and reshards.
+  all.insert(
+      all.end(),
+      {{"MergeOptions::threads", "as Options::threads"},
+       {"MergeArgs::part", "every rank has a part of its own; its number of tokens is compared"},
+       {"MergeArgs::part_lse", "as part"},
+       {"MergeArgs::part_scale", "as part; its scale travels with it"},
+       {"MergeArgs::out", "where the result goes; its type is an option"},
+       {"MergeArgs::lse", "a rank may leave it out"},
+       {"ReshardOptions::threads", "as Options::threads"},
+       {"ReshardArgs::from", "every rank has a part of its own, in a form of its own"},
+       {"ReshardArgs::to", "as from"}});
+  return all;
+}
 
 NamedValues describe(const MergeOptions& o, LogBase base) {
   const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
@@ -55,41 +69,23 @@ void RunDescription::number(const char* name, std::int64_t value, Kind kind) {
   values_.at(count_++) = {name, value, kind};
 }
 
-void RunDescription::array(const char* name, const kernels::DigestArray& where, char type,
-                           DType dtype) {
-  if (where.data == nullptr) return;
-  if (type == 'f') number(name, static_cast<std::int64_t>(dtype), Kind::dtype);
-  Array& array = arrays_.at(array_count_++) = {name, where, type, dtype, {}, 0};
+void RunDescription::array(const char* name, const Tensor& values) {
+  if (!values) return;
+  if (is_float(values.dtype)) number(name, static_cast<std::int64_t>(values.dtype), Kind::dtype);
+  Array& array = arrays_.at(array_count_++) = {name, digest_array(values), values.dtype, {}, 0};
   if (!reads_arrays_) return;
-  array.shown = static_cast<int>(std::min<std::int64_t>(where.size(), Array::kShown));
-  for (int i = 0; i < array.shown; ++i) array.first[i] = where.bits(i);
-}
-
-/// Adds the bounds of every rank. A listed table is one rank's own (listed_positions.hpp).
-void RunDescription::table(const char* name, const Shard& shard, std::int64_t batch) {
-  const std::int64_t ends = std::int64_t{shard.ranks} + 1;
-  if (shard.layout == Layout::ranges) array(name, {shard.table, ends, batch, ends, 8}, 'i');
+  array.shown = static_cast<int>(std::min<std::int64_t>(array.where.size(), Array::kShown));
+  for (int i = 0; i < array.shown; ++i) array.first[i] = array.where.bits(i);
 }
 
 RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
   // What is always asked comes first, so that lists of two ranks go on alike until a value differs.
-  const auto given = [&](const char* name, const Tensor& tensor) {
-    number(name, static_cast<bool>(tensor), Kind::given);
-  };
-  given("query_start", args.query_start);
-  given("kv_len", args.kv_len);
-  given("causal", args.causal);
-  given("block_table", args.block_table);
-  given("new_k", args.new_k);
-  given("new_v", args.new_v);
-  given("q_scale", args.q_scale);
-  given("k_scale", args.k_scale);
-  given("v_scale", args.v_scale);
-  given("out_scale", args.out_scale);
-  given("sinks", args.sinks);
-  given("slopes", args.slopes);
-  given("qq_bias", args.qq_bias);
-  given("documents", args.documents);
+  visit_arguments(args, [&]<class T>(const ArgumentInfo& argument, const T& value) {
+    const bool asked =
+        argument.compared == Compared::contents || argument.compared == Compared::given;
+    if constexpr (std::is_same_v<T, Tensor>)
+      if (asked) number(argument.name, static_cast<bool>(value), Kind::given);
+  });
   number("batch", batch_of(args.kv_len));
   number("skip_decode", args.skip_decode, Kind::yes_no);
   if (o.queries)
@@ -99,31 +95,19 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
   if (!args.kv_len) number("total_keys", args.total_keys);
 }
 
-RunDescription::RunDescription(const AttentionArgs& args, const RunArrays& a, const Options& o,
-                               bool reads_arrays)
+RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool reads_arrays)
     : RunDescription(args, o) {
   reads_arrays_ = reads_arrays;
-  table("key_table", a.keys, a.batch);
-  table("query_table", a.queries, 1);
-  array("query_start", {a.query_start, std::int64_t{a.batch} + 1, 1, 0, 4}, 'i');
-  array("kv_len", {a.kv_len, a.batch, 1, 0, 4}, 'i');
-  array("causal", {a.causal, a.batch, 1, 0, 1}, 'u');
-  for (const auto& [name, scales] :
-       {std::pair{"q_scale", a.q_scale}, std::pair{"k_scale", a.k_scale},
-        std::pair{"v_scale", a.v_scale}})
-    array(name, {scales.data, scales.per_head ? o.kv_heads : 1, 1, 0, 4}, 'f');
-  array("out_scale", {a.out_scale, 1, 1, 0, 4}, 'f');
-  for (const auto& [name, floats] : {std::pair{"sinks", a.sinks}, std::pair{"slopes", a.slopes}})
-    array(name, {floats.data, o.heads, 1, 0, static_cast<int>(size_of(floats.dtype))}, 'f',
-          floats.dtype);
-  const QqBias& qq = a.qq_bias;
-  array("qq_bias",
-        {qq.values.data, qq.width, qq.width, qq.row_stride,
-         static_cast<int>(size_of(qq.values.dtype))},
-        'f', qq.values.dtype);
-  if (qq) number("qq_bias.width", qq.width);
-  array("documents", {a.documents.start, a.documents.count + 1, 1, 0, 8}, 'i');
-  if (a.documents) number("documents.count", a.documents.count);
+  const Layout rows = o.queries ? o.queries->layout : o.results.rows.layout;
+  visit_arguments(args, [&]<class T>(const ArgumentInfo& argument, const T& value) {
+    if constexpr (std::is_same_v<T, Tensor>) {
+      const Layout layout = &value == &args.key_table ? o.keys.layout : rows;
+      const bool of_all = argument.compared == Compared::ranges && layout == Layout::ranges;
+      if (argument.compared == Compared::contents || of_all) array(argument.name, value);
+    }
+  });
+  if (args.qq_bias) number("qq_bias.width", args.qq_bias.shape[0]);
+  if (args.documents) number("documents.count", args.documents.shape[0] - 1);
 }
 
 RunDescription::RunDescription(const MergeArgs& args) {
@@ -135,7 +119,7 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
                                bool reads_arrays)
     : RunDescription(args) {
   reads_arrays_ = reads_arrays;
-  if (!options.scatter_heads) array("out_scale", {args.out_scale.data, 1, 1, 0, 4}, 'f');
+  if (!options.scatter_heads) array("out_scale", args.out_scale);
 }
 
 std::uint64_t RunDescription::hash() const {
@@ -175,7 +159,7 @@ std::string RunDescription::text_of(const Array& array, Digests digests,
   std::vector<std::string> shown;
   for (int i = 0; i < array.shown; ++i) {
     const std::uint64_t bits = array.first[i];
-    if (array.type == 'f')
+    if (is_float(array.dtype))
       shown.push_back(fmt::to_string(load_element(&bits, array.dtype, 0)));
     else if (array.where.unit == 4)
       shown.push_back(fmt::to_string(static_cast<std::int32_t>(bits)));

@@ -1,31 +1,30 @@
 // Describes what ranks must give alike in a run of a layer (design contract 8). One walk over the
-// fields of AttentionArgs makes the hash that travels with the data and the texts of the error, so
-// that neither can know a field that the other does not. What the options fix is compared once,
-// when the layer is made (validate.hpp); what may differ between ranks is the written list below.
-// A merge across ranks has the same, with fewer fields.
+// table of arguments (option_table.hpp) makes the hash that travels with the data and the texts of
+// the error, so that neither can know a field that the other does not. What the options fix is
+// compared once, when the layer is made (validate.hpp); what may differ between ranks is in that
+// table too. A merge across ranks has the same, with fewer fields.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
+#include <vector>
 
 #include "comm/control/agreement.hpp"
 #include "kernels/digest.hpp"
 #include "longspan/attention.hpp"
 #include "longspan/merge.hpp"
-#include "src/arguments/array_checks.hpp"
 
 namespace longspan {
 
 /// A field of the options or the arguments of a layer, a merge across ranks or a reshard that ranks
 /// need not give alike, and why.
 struct OwnField {
-  const char* name;
+  std::string name;
   const char* why;
 };
-std::span<const OwnField> own_fields();
+std::vector<OwnField> own_fields();
 
 /// The options of a merge across ranks that ranks must give alike; those of a layer are in
 /// validate.hpp.
@@ -36,10 +35,9 @@ class RunDescription {
  public:
   /// Describes a run in which ranks are given nothing that must be alike, as of a reshard.
   RunDescription() = default;
-  /// `reads_arrays` says that the arrays lie in memory of this processor, and that their first
-  /// values are kept for the texts.
-  RunDescription(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
-                 bool reads_arrays);
+  /// The arguments were checked. `reads_arrays` says that the arrays lie in memory of this
+  /// processor, and that their first values are kept for the texts.
+  RunDescription(const AttentionArgs& args, const Options& options, bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
   /// Describes the same as far as it is known without a look at the arrays, or at whether the
@@ -68,16 +66,13 @@ class RunDescription {
     static constexpr int kShown = 6;
     const char* name;
     kernels::DigestArray where;
-    char type;  // i: signed, u: unsigned, or f: floats of `dtype`
     DType dtype;
     std::array<std::uint64_t, kShown> first;  // bits
     int shown;
   };
 
   void number(const char* name, std::int64_t value, Kind kind = Kind::number);
-  void array(const char* name, const kernels::DigestArray& where, char type,
-             DType dtype = DType::fp32);
-  void table(const char* name, const Shard& shard, std::int64_t batch);
+  void array(const char* name, const Tensor& values);
   std::string text_of(const Value& value) const;
   enum class Digests { none, awaited, there };
   std::string text_of(const Array& array, Digests digests, std::uint64_t digest) const;

@@ -122,6 +122,17 @@ Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device 
   return {t.data, t.dtype};
 }
 
+Slopes slopes_of(const Tensor& t, int batch, int heads, Device device) {
+  if (t.dims != 2) return floats_of(t, "slopes", heads, device);
+  check_float(t, "slopes");
+  check_tensor(t, "slopes", t.dtype, device);
+  require(t.shape[0] == batch && t.shape[1] == heads, "slopes is {}; [{}] or [{}, {}] is wanted",
+          shape_text(t), heads, batch, heads);
+  require((t.stride[1] == 1 || heads == 1) && (t.stride[0] == heads || batch == 1),
+          "slopes has strides {} and {}; it must be dense", t.stride[0], t.stride[1]);
+  return {Floats(t.data, t.dtype), heads};
+}
+
 Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device) {
   if (!is_given(t)) return {};
   check_vector(t, name, t.dims == 1 && t.shape[0] == 1 ? 1 : kv_heads, DType::fp32, device);
@@ -179,7 +190,7 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
   a.documents = documents_of(args.documents, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);
-  a.slopes = floats_of(args.slopes, "slopes", options.heads, device);
+  a.slopes = slopes_of(args.slopes, a.batch, options.heads, device);
   a.qq_bias = qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : count_rows(args.q),
                          device);
   a.q_scale = scales_of(args.q_scale, "q_scale", options.kv_heads, device);
@@ -205,7 +216,7 @@ RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_h
       array_of<std::int32_t>(args.query_start, "query_start", std::int64_t{a.batch} + 1, device);
   a.kv_len = array_of<std::int32_t>(args.kv_len, "kv_len", a.batch, device);
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
-  a.slopes = floats_of(args.slopes, "slopes", heads, device);
+  a.slopes = slopes_of(args.slopes, a.batch, heads, device);
   a.qq_bias = qq_bias_of(args.qq_bias, args.query_start ? 0 : tokens, device);
   a.q_scale = scales_of(args.q_scale, "q_scale", kv_heads, device);
   a.k_scale = scales_of(args.k_scale, "k_scale", kv_heads, device);

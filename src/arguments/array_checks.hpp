@@ -35,6 +35,8 @@ int batch_of(const Tensor& kv_len);
 
 /// Checks an array [extent] of any float type.
 Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device device);
+/// Checks dense ALiBi slopes [heads] or [batch, heads] of any float type.
+Slopes slopes_of(const Tensor& t, int batch, int heads, Device device);
 /// Checks an array [1] or [kv_heads] of fp32.
 Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
 /// Checks an array [width, width] of any float type; width is at least `longest_query`.

@@ -18,7 +18,8 @@ struct RunArrays {
   Shard keys;                                 // this rank's share of each sequence's keys
   Shard queries;  // and of its rows, with Options::queries or results by rows; else all of them
   Documents documents;
-  Floats sinks, slopes;  // [heads]
+  Floats sinks;  // [heads]
+  Slopes slopes;
   QqBias qq_bias;
   Scales q_scale, k_scale, v_scale;
   const float* out_scale = nullptr;  // [1]

@@ -1,15 +1,17 @@
 #include "src/arguments/validate.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <utility>
+#include <type_traits>
 
 #include "kernels/features.hpp"
 #include "longspan/error.hpp"
 #include "longspan/limits.hpp"
+#include "longspan/option_table.hpp"
 #include "longspan/state.hpp"
 
 namespace longspan {
@@ -44,11 +46,6 @@ void check_fp8_products(const Options& o) {
         "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
 }
 
-/// The scale of the scores, its default resolved.
-float scale_of(const ScoreOptions& score, int head_dim) {
-  return score.scale.value_or(1.0f / std::sqrt(static_cast<float>(head_dim)));
-}
-
 }  // namespace
 
 void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
@@ -68,12 +65,12 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
   if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
   if (!std::isfinite(score.softcap))
     refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
-  if (score.alibi != Alibi::context && score.alibi != Alibi::query)
-    refuse(
-        fmt::format("alibi of number {} is none of context, query", static_cast<int>(score.alibi)));
+  if (score.alibi > Alibi::sqrt)
+    refuse(fmt::format("alibi of number {} is none of {}", static_cast<int>(score.alibi),
+                       fmt::join(choice_names<Alibi>(), ", ")));
   // Kernels multiply by these, and where one leaves the normal numbers a score is NaN, or has lost
   // its digits. A scale of 0 is what it says: all scores are alike.
-  const float scale = scale_of(score, head_dim);
+  const float scale = score.scale_of(head_dim);
   if (scale != 0 && !std::isnormal(scale * kLog2E))
     refuse(
         fmt::format("scale is {}; times log2(e) it is {}, which is no normal number of fp32: it "
@@ -95,7 +92,7 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
 
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
                          int heads, int kv_heads) {
-  const float scale = scale_of(score, head_dim);
+  const float scale = score.scale_of(head_dim);
   const int factors = arrays.q_scale.per_head || arrays.k_scale.per_head ? kv_heads : 1;
   for (int h = 0; h < factors && (arrays.q_scale || arrays.k_scale); ++h) {
     const float product = scale * arrays.q_scale[h] * arrays.k_scale[h];
@@ -106,10 +103,12 @@ void check_score_factors(const ScoreOptions& score, int head_dim, const RunArray
             h, arrays.q_scale[h], h, arrays.k_scale[h], product, scale);
   }
   constexpr float kMostSlope = 1e29f;  // with 2^31 positions its biases are finite in base 2
-  for (int h = 0; h < heads && arrays.slopes; ++h)
-    require(std::abs(arrays.slopes[h]) <= kMostSlope,
-            "slopes[{}] is {}; an ALiBi slope is a finite number, at most 1e29 in size", h,
-            arrays.slopes[h]);
+  const Slopes& slopes = arrays.slopes;
+  const std::int64_t rows = slopes.sequence_stride > 0 ? arrays.batch : 1;
+  for (std::int64_t i = 0; slopes && i < rows * heads; ++i)
+    require(std::abs(slopes.values[i]) <= kMostSlope,
+            "slopes[{}] is {}; an ALiBi slope is a finite number, at most 1e29 in size", i,
+            slopes.values[i]);
 }
 
 void check_values(const Options& o, int ranks) {
@@ -204,52 +203,67 @@ void check_options(const Options& o, int ranks) {
             o.limits.max_tokens, o.heads, o.of_values(), ranks, bytes));
 }
 
-NamedValues describe_shardings(const Options& o) {
-  const auto text_of = [](const Sharding& s) {
-    return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
-                                           : std::string(name(s.layout));
-  };
-  return {{"keys", text_of(o.keys)},
-          {"queries", o.queries ? text_of(*o.queries) : "not sharded"},
-          {"results", o.results.part == ResultPart::rows
-                          ? fmt::format("rows, {}", text_of(o.results.rows))
-                          : std::string(name(o.results.part))}};
+namespace {
+
+std::string text_of(bool yes) { return yes ? "true" : "false"; }
+std::string text_of(int number) { return fmt::to_string(number); }
+std::string text_of(std::int64_t number) { return fmt::to_string(number); }
+std::string text_of(const std::string& text) { return text; }
+std::string text_of(DType dtype) { return name(dtype); }
+std::string text_of(Alibi alibi) { return name(alibi); }
+std::string text_of(Exchange exchange) { return name(exchange); }
+std::string text_of(float number) { return fmt::format("{}", number); }
+/// The one that may be left out is the scale of the scores.
+std::string text_of(const std::optional<float>& scale) {
+  return scale ? text_of(*scale) : "1/sqrt(head_dim)";
+}
+/// Others have their defaults.
+template <class T>
+std::string text_of(const std::optional<T>& value) {
+  return text_of(value.value());
+}
+std::string text_of(const Sharding& s) {
+  return s.layout == Layout::interleaved ? fmt::format("{}:{}", name(s.layout), s.block)
+                                         : std::string(name(s.layout));
+}
+std::string text_of(const std::optional<Sharding>& s) { return s ? text_of(*s) : "not sharded"; }
+std::string text_of(const Results& results) {
+  return results.part == ResultPart::rows ? fmt::format("rows, {}", text_of(results.rows))
+                                          : std::string(name(results.part));
 }
 
-NamedValues describe(const Options& o, const std::string& bf16_products) {
-  const auto yes_no = [](bool yes) { return yes ? "true" : "false"; };
-  NamedValues all{{"heads", fmt::to_string(o.heads)},
-                  {"kv_heads", fmt::to_string(o.kv_heads)},
-                  {"head_dim", fmt::to_string(o.head_dim)},
-                  {"value_dim", fmt::to_string(o.of_values())},
-                  {"dtypes.compute", name(o.dtypes.compute)},
-                  {"dtypes.query", name(o.dtypes.of_query())},
-                  {"dtypes.kv", name(o.dtypes.of_kv())},
-                  {"dtypes.out", name(o.dtypes.of_out())},
-                  {"tf32", yes_no(o.dtypes.tf32)},
-                  {"fp8_products", yes_no(o.dtypes.fp8_products)},
-                  {"bf16_products", o.dtypes.bf16_products && !bf16_products.empty()
-                                        ? bf16_products
-                                        : yes_no(o.dtypes.bf16_products)},
-                  {"causal", yes_no(o.mask.causal)},
-                  {"window", fmt::to_string(o.mask.window)},
-                  {"right", fmt::to_string(o.mask.right)},
-                  {"scale", o.score.scale ? fmt::format("{}", *o.score.scale) : "1/sqrt(head_dim)"},
-                  {"softcap", fmt::format("{}", o.score.softcap)},
-                  {"alibi", name(o.score.alibi)},
-                  {"max_tokens", fmt::to_string(o.limits.max_tokens)},
-                  {"max_batch", fmt::to_string(o.limits.max_batch)},
-                  {"max_kv_len", fmt::to_string(o.limits.max_kv_len)},
-                  {"max_total_keys", fmt::to_string(o.limits.max_total_keys)},
-                  {"max_query_len", fmt::to_string(o.limits.max_query_len)},
-                  {"max_workspace", fmt::to_string(o.limits.max_workspace)},
-                  {"dense_keys", yes_no(o.limits.dense_keys)},
-                  {"invariant", yes_no(o.invariant)},
-                  {"check_arrays", yes_no(o.debug.check_arrays)},
-                  {"strategy", o.strategy},
-                  {"ranks_per_node", fmt::to_string(o.ranks_per_node)},
-                  {"exchange", name(o.exchange)}};
-  for (auto& sharding : describe_shardings(o)) all.push_back(std::move(sharding));
+template <class T>
+constexpr bool is_sharding =
+    std::is_same_v<T, Sharding> || std::is_same_v<T, std::optional<Sharding>> ||
+    std::is_same_v<T, Results>;
+
+Options with_defaults(Options o) {
+  o.value_dim = o.of_values();
+  o.dtypes.query = o.dtypes.of_query();
+  o.dtypes.kv = o.dtypes.of_kv();
+  o.dtypes.out = o.dtypes.of_out();
+  return o;
+}
+
+}  // namespace
+
+NamedValues describe_shardings(const Options& o) {
+  NamedValues all;
+  visit_options(o, [&]<class T>(const OptionInfo& option, const T& value) {
+    if constexpr (is_sharding<T>) all.emplace_back(option.name, text_of(value));
+  });
+  return all;
+}
+
+NamedValues describe(const Options& given, const std::string& bf16_products) {
+  const Options o = with_defaults(given);
+  NamedValues all;
+  visit_options(o, [&](const OptionInfo& option, const auto& value) {
+    if (option.own != nullptr) return;
+    const bool by_processor = static_cast<const void*>(&value) == &o.dtypes.bf16_products &&
+                              o.dtypes.bf16_products && !bf16_products.empty();
+    all.emplace_back(option.name, by_processor ? bf16_products : text_of(value));
+  });
   return all;
 }
 

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -20,6 +19,7 @@
 #include "src/agreement/agreed_runs.hpp"
 #include "src/agreement/agreement.hpp"
 #include "src/agreement/listed_positions.hpp"
+#include "src/arguments/attend_params.hpp"
 #include "src/arguments/faults.hpp"
 #include "src/arguments/validate.hpp"
 #include "src/base/device_guard.hpp"
@@ -110,7 +110,7 @@ struct Attention::Impl {
   void begin(Run& run) {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
-        runs->begin({run.args, run.arrays, options, world.device() == Device::host}, run.stream);
+        runs->begin({run.args, options, world.device() == Device::host}, run.stream);
     run.say = begun.say;
     run.said = begun.said;
     run.merge.headers = begun.headers;
@@ -138,15 +138,8 @@ struct Attention::Impl {
     p.batch.size = options.limits.max_batch;
     p.shard.rank = world.rank();
     p.shard.ranks = world.size();
-    p.mask = options.mask;
-    p.score.scale =
-        options.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
-    p.score.softcap = options.score.softcap;
-    p.bias.alibi = options.score.alibi;
+    set_options(p, options);
     p.invariant = options.invariant;
-    p.tf32 = options.dtypes.tf32;
-    p.fp8_products = options.dtypes.fp8_products;
-    p.bf16_products = options.dtypes.bf16_products;
     p.max_kv_len = options.limits.max_kv_len;
     p.max_query_len = options.limits.max_query_len;
     return p;
@@ -186,28 +179,16 @@ struct Attention::Impl {
     const CacheView& cache = run.cache;
     kernels::AttendParams p = bounds();
     p.tokens = count_rows(args.q);
-    p.q = token_rows_of(args.q);
-    p.k = cache.k;
-    p.v = cache.v;
-    p.pages = cache.pages;
-    p.q_scale = arrays.q_scale;
-    p.k_scale = arrays.k_scale;
-    p.v_scale = arrays.v_scale;
-    p.batch = {arrays.batch,
-               arrays.query_start,
-               arrays.kv_len,
-               needs_key_start(run) ? key_start : nullptr,
-               arrays.causal,
-               args.skip_decode,
-               cache.pages ? 0 : cache.pitch};
+    set_arrays(p, args.q, arrays);
+    set_cache(p, cache);
+    p.batch.key_start = needs_key_start(run) ? key_start : nullptr;
+    p.batch.skip_decode = args.skip_decode;
+    p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
     if (options.queries) {
       p.queries = arrays.queries;
       if (world.size() > 1) std::swap(p.batch.query_start, p.batch.whole_query_start);
     }
     p.shard = arrays.keys;
-    p.documents = arrays.documents;
-    p.bias.slopes = arrays.slopes;
-    p.bias.qq = arrays.qq_bias;
     p.ticket = static_cast<int*>(ticket.data());
     return p;
   }
@@ -240,17 +221,11 @@ struct Attention::Impl {
     const RunArrays& arrays = run.arrays;
     const CacheView& cache = run.cache;
     kernels::AppendParams p;
-    p.dtype = options.dtypes.compute;
-    p.kv_dtype = options.dtypes.of_kv();
+    set_sizes(p, bounds());
     p.tokens = tokens.new_k.shape[0];
-    p.kv_heads = options.kv_heads;
-    p.head_dim = options.head_dim;
-    p.value_dim = options.of_values();
     p.new_k = rows_of(tokens.new_k);
     if (tokens.new_v) p.new_v = rows_of(tokens.new_v);
-    p.k = cache.k;
-    p.v = cache.v;
-    p.pages = cache.pages;
+    set_cache(p, cache);
     p.batch = {arrays.batch, arrays.query_start, arrays.kv_len,
                needs_key_start(run) ? key_start : nullptr};
     p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
@@ -404,8 +379,8 @@ void attend(const Communicator& world, const AttentionArgs& given, Options optio
       options.limits.max_tokens =
           std::max<std::int64_t>(options.limits.max_tokens, std::stoll(rows));
   }
-  const RunArrays arrays = arrays_of(args, options, world.rank(), world.size(), world.device());
-  agree(world, RunDescription(args, arrays, options, false).text(nullptr, 0), "attend");
+  arrays_of(args, options, world.rank(), world.size(), world.device());  // what is described fits
+  agree(world, RunDescription(args, options, false).text(nullptr, 0), "attend");
   Attention layer(world, options);
   layer.run(given);
   layer.wait();

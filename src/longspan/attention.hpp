@@ -91,7 +91,7 @@ struct AttentionArgs {
   Tensor new_v = {};  ///< likewise the values; left out where v is the first columns of k
 
   Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
-  Tensor slopes = {};        ///< [heads] ALiBi, of any float type; optional
+  Tensor slopes = {};        ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};       ///< [width, width] between the new tokens (score.hpp); optional
   Tensor causal = {};        ///< [batch] uint8 in place of Options::mask.causal; optional
   Tensor documents = {};     ///< [count + 1] int64: document d, packed in the one sequence, has the

@@ -44,6 +44,9 @@ struct Mask {
     }
     return keys;
   }
+
+  /// Whether all members are equal.
+  bool operator==(const Mask&) const = default;
 };
 
 /// Documents packed in one sequence: a query sees keys of its own document only. Document d has the

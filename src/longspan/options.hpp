@@ -3,6 +3,7 @@
 /// the same groups.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -35,6 +36,9 @@ struct DTypes {
   DType of_kv() const { return kv.value_or(compute); }
   /// The type of out, its default resolved.
   DType of_out() const { return out.value_or(compute); }
+
+  /// Whether all members are equal.
+  bool operator==(const DTypes&) const = default;
 };
 
 /// What makes a score of a product of query and key (score.hpp has the formula).
@@ -42,6 +46,14 @@ struct ScoreOptions {
   std::optional<float> scale = {};  ///< default 1 / sqrt(head_dim)
   float softcap = 0.0f;             ///< 0: off
   Alibi alibi = Alibi::context;     ///< what ALiBi slopes multiply
+
+  /// The scale for heads of that size, its default resolved.
+  float scale_of(int head_dim) const {
+    return scale.value_or(1.0f / std::sqrt(static_cast<float>(head_dim)));
+  }
+
+  /// Whether all members are equal.
+  bool operator==(const ScoreOptions&) const = default;
 };
 
 /// The largest run of a layer. Memory is allocated for it when the layer is made.
@@ -62,6 +74,9 @@ struct Limits {
                             ///< and the host knows their lengths: ring-kv and gather-kv send
                             ///< them from there and refuse other runs, and ring-kv on GPUs has a
                             ///< block less
+
+  /// Whether all members are equal.
+  bool operator==(const Limits&) const = default;
 };
 
 /// Checks and measurements, which cost time.
@@ -72,6 +87,9 @@ struct Debug {
                               ///< and compared between ranks; run() throws what was found.
                               ///< On the host they are always checked, first
   bool profile = false;       ///< time the phases of each run; see Attention::phases
+
+  /// Whether all members are equal.
+  bool operator==(const Debug&) const = default;
 };
 
 /// What a rank gets of the result.
@@ -91,6 +109,9 @@ constexpr const char* name(ResultPart part) {
 struct Results {
   ResultPart part = ResultPart::all;  ///< what a rank gets
   Sharding rows = {};                 ///< part rows: which, as Options::queries says it
+
+  /// Whether all members are equal.
+  bool operator==(const Results&) const = default;
 };
 
 /// Heads [begin, end).
@@ -141,6 +162,9 @@ struct Options {
 
   /// value_dim, its default resolved.
   int of_values() const { return value_dim.value_or(head_dim); }
+
+  /// Whether all members are equal.
+  bool operator==(const Options&) const = default;
 };
 
 }  // namespace longspan

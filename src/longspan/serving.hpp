@@ -86,7 +86,7 @@ struct PagedAttention {
   ScoreOptions score = {};       ///< what is done to q.k
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
   Tensor sinks = {};             ///< [heads], of any float type; optional
-  Tensor slopes = {};            ///< [heads] ALiBi, of any float type; optional
+  Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
   Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
   Tensor k_scale = {};           ///< likewise
@@ -183,7 +183,7 @@ struct AttendState {
   Mask mask = {.causal = true};  ///< which keys a query sees
   ScoreOptions score = {};       ///< what is done to q.k
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
-  Tensor slopes = {};            ///< [heads] ALiBi, of any float type; optional
+  Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
   Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
   Tensor k_scale = {};           ///< likewise

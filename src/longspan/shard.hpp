@@ -251,6 +251,9 @@ struct Sharding {
   Layout layout = Layout::contiguous;  ///< the rule
   std::int64_t block = kSegment;       ///< interleaved: keys in a block
 
+  /// Whether all members are equal.
+  bool operator==(const Sharding&) const = default;
+
   /// What rank `rank` of `ranks` holds of a sequence of `length` positions. `ranges` and `listed`
   /// need a table, as in Shard; `listed` counts its entries. InputError as Shard::checked.
   Shard resolve(std::int64_t length, int rank, int ranks, const std::int64_t* table = nullptr,

@@ -74,10 +74,14 @@ enum class Alibi : std::uint8_t {
   context,  ///< slope * (j - context_len): as serving engines do. Shifts the lse, so states merge
             ///< only with states of the same context length
   query,    ///< -slope * |i - j|: as published (Press et al., arXiv 2108.12409)
+  sqrt,     ///< -slope * sqrt(i - j) for j < i, else 0: vLLM's alibi_sqrt
 };
 
-/// "context" or "query".
-constexpr const char* name(Alibi alibi) { return alibi == Alibi::context ? "context" : "query"; }
+/// "context", and so on; "no distance" for a number that is none.
+constexpr const char* name(Alibi alibi) {
+  constexpr const char* names[] = {"context", "query", "sqrt"};
+  return alibi <= Alibi::sqrt ? names[static_cast<int>(alibi)] : "no distance";
+}
 
 /// The queue that work is ordered on: a cudaStream_t on CUDA; on the host work is done at once and
 /// the handle is not read.

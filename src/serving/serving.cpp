@@ -139,9 +139,7 @@ kernels::AppendParams append_params(const AppendKv& a, const Checked& call) {
   p.value_dim = static_cast<int>(a.v_cache.shape[a.k_cache.dims == 5 ? 2 : 3]);
   p.new_k = rows_of(a.k);
   if (a.v) p.new_v = rows_of(a.v);
-  p.k = cache.k;
-  p.v = cache.v;
-  p.pages = cache.pages;
+  set_cache(p, cache);
   p.slots = static_cast<const std::int64_t*>(a.slots.data);
   p.k_scale = call.arrays.k_scale;
   p.v_scale = call.arrays.v_scale;

@@ -1,7 +1,6 @@
 // What lies behind ServingOps, and what its calls share.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -10,6 +9,7 @@
 #include "kernels/backend.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/serving.hpp"
+#include "src/arguments/attend_params.hpp"
 #include "src/arguments/check_serving.hpp"
 
 namespace longspan {
@@ -48,32 +48,10 @@ kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShap
   p.head_dim = shape.head_dim;
   p.value_dim = shape.value_dim;
   p.batch.size = batch_of(a.kv_len);
-  p.mask = a.mask;
-  p.score = {a.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(shape.head_dim))),
-             a.score.softcap};
-  p.bias.alibi = a.score.alibi;
-  p.tf32 = a.dtypes.tf32;
-  p.bf16_products = a.dtypes.bf16_products;
+  set_options(p, a);
   p.max_query_len = a.max_query_len;
   p.max_kv_len = a.max_kv_len;
   return p;
-}
-
-/// Sets what a call has beside its keys and values.
-inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
-  p.q = token_rows_of(q);
-  p.q_scale = arrays.q_scale;
-  p.k_scale = arrays.k_scale;
-  p.v_scale = arrays.v_scale;
-  p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr, arrays.causal};
-  p.bias.slopes = arrays.slopes;
-  p.bias.qq = arrays.qq_bias;
-}
-
-inline void set_cache(kernels::AttendParams& p, const CacheView& cache) {
-  p.k = cache.k;
-  p.v = cache.v;
-  p.pages = cache.pages;
 }
 
 }  // namespace longspan

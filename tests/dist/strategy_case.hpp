@@ -125,7 +125,8 @@ class Draw {
     if (one_in(3)) s.mask.window = 1 + below(300);
     if (one_in(4)) s.mask.right = below(50);
     if (one_in(4)) s.softcap = 5.0f;
-    if (one_in(4)) s.alibi = any({Alibi::context, Alibi::query});
+    if (one_in(4)) s.alibi = any({Alibi::context, Alibi::query, Alibi::sqrt});
+    s.slopes_of_sequences = s.alibi && one_in(2);
     s.qq = one_in(5);
     c.sinks = one_in(3);
     if (batch > 1 && one_in(3))
@@ -480,7 +481,10 @@ class CaseRun {
       a.v_scale = Tensor(problem_.v_scale.data(), {n});
     }
     if (case_.sinks) a.sinks = Tensor(sinks.data(), {s.heads});
-    if (s.alibi) a.slopes = Tensor(problem_.slopes.data(), problem_.slopes.dtype, {s.heads});
+    const DType of_slopes = problem_.slopes.dtype;
+    if (s.alibi) a.slopes = Tensor(problem_.slopes.data(), of_slopes, {s.heads});
+    if (s.alibi && s.slopes_of_sequences)
+      a.slopes = Tensor(problem_.slopes.data(), of_slopes, {batch, s.heads});
     if (s.qq)
       a.qq_bias =
           strided(problem_.qq.data(), problem_.qq.dtype, {problem_.qq_width(), problem_.qq_width()},

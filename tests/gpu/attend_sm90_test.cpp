@@ -233,6 +233,7 @@ TEST(AttendSm90, AcceptsByName) {
   EXPECT_TRUE(refuses([](auto& p) { p.head_dim = p.value_dim = 40; }));
   EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
   EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
+  EXPECT_TRUE(refuses([](auto& p) { p.bias = {Floats(p.q.data, DType::fp32), Alibi::sqrt}; }));
   EXPECT_TRUE(refuses([](auto& p) { p.score.scale = -1; }));
   EXPECT_TRUE(refuses([](auto& p) { p.shard.layout = Layout::listed; }));
   EXPECT_TRUE(refuses([](auto& p) { p.pages.table = p.batch.kv_len; }));

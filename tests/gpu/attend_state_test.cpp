@@ -75,7 +75,7 @@ void check_chain(const Serving& s, Shard rule) {
     a.mask = s.mask;
     a.score = {.softcap = s.softcap, .alibi = s.alibi.value_or(Alibi::context)};
     if (!s.causal.empty()) a.causal = arrays.array<std::uint8_t>(arrays.causal, s.batch());
-    a.slopes = arrays.small(s.alibi.has_value(), arrays.slopes);
+    a.slopes = arrays.slope_tensor();
     a.qq_bias = arrays.qq_bias();
     a.q_scale = arrays.scales(problem.q_scale, arrays.q_scale);
     a.k_scale = arrays.scales(problem.k_scale, arrays.k_scale);

@@ -194,9 +194,7 @@ struct Data {
     const double slope = slopes[static_cast<std::size_t>(head)];
     const std::int64_t context = c.kv_lens[b] - c.q_lens[b];
     for (std::int64_t j = 0; j < c.kv_lens[b]; ++j)
-      bias.push_back(slope * static_cast<double>(*c.alibi == Alibi::context
-                                                     ? j - context
-                                                     : -std::abs(j - context - t)));
+      bias.push_back(slope * launcher::alibi_term(*c.alibi, context + t, j, context));
     return bias;
   }
 };

@@ -187,7 +187,7 @@ class GpuRun {
   /// As the layer plans: no arrays and no length.
   kernels::AttendParams bounds() const {
     kernels::AttendParams p = c_.params();
-    if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
+    if (c_.alibi) p.bias = {Floats(slopes_.data()), *c_.alibi};
     return p;
   }
 

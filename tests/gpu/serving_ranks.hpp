@@ -206,7 +206,7 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     p.shard = a.shard;
     p.mask = s.mask;
     p.score = {static_cast<float>(s.scale_used()), s.softcap};
-    p.bias.slopes = a.floats(a.small(s.alibi.has_value(), a.slopes));
+    p.bias.slopes = {a.floats(a.slope_tensor()), s.slopes_of_sequences ? s.heads : 0};
     p.bias.alibi = s.alibi.value_or(Alibi::context);
     if (s.qq_bias) p.bias.qq = {a.floats(a.qq_bias()), problem.qq_width, problem.qq_stride};
     p.invariant = dealt.invariant;

@@ -49,7 +49,7 @@ class Sm90Run {
     p.v = {v_.data(), row, c_.dim};
     p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
     if (!c_.causal.empty()) p.batch.causal = causal_.data();
-    if (c_.alibi) p.bias = {slopes_.data(), *c_.alibi};
+    if (c_.alibi) p.bias = {Floats(slopes_.data()), *c_.alibi};
     p.state = {state_.data(), rows_, c_.dim, 1};
     p.scratch = scratch_.data();
     p.scratch_bytes = scratch_.buffer.bytes();

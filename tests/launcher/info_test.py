@@ -66,6 +66,20 @@ class InfoTest(CommandTest):
         self.assertIn("state in", names)
         self.assertNotIn("listed queries", names)  # a backend's; no public call asks for it
 
+    def test_options(self):
+        """The options of the command are those of `longspan run`, and no two things have one name."""
+        listed = json.loads(longspan(0, "info", "--options", "--json").stdout)
+        lines = longspan(0, "info", "--options").stdout.splitlines()[1:]
+        self.assertEqual([line.split()[0] for line in lines], [row["C++"] for row in listed])
+        self.assertEqual(len({row["C++"] for row in listed}), len(listed))
+        taken = longspan(0, "run", "--help").stdout
+        for name in {row["longspan run"] for row in listed} - {""}:
+            self.assertRegex(taken, rf"(?m)^ +{name}\b")
+        compared = {row["C++"]: row["ranks compare"] for row in listed}
+        self.assertEqual(compared["Options::score.alibi"], "yes")
+        self.assertEqual(compared["Options::threads"], "no")
+        self.assertEqual(compared["AttentionArgs::slopes"], "what it holds")
+
     def test_env(self):
         text = longspan(0, "env", LONGSPAN_DEADLINE_S="7.5").stdout
         self.assertRegex(text, r"LONGSPAN_DEADLINE_S\s+7\.5")

@@ -113,7 +113,7 @@ inline std::vector<UnifiedCase> unified_extras() {
     s.kv_lens = s.q_lens;
     cases.push_back({s, 0});
   }
-  for (const Alibi alibi : {Alibi::context, Alibi::query}) {
+  for (const Alibi alibi : {Alibi::context, Alibi::query, Alibi::sqrt}) {
     Serving s{.heads = 8, .kv_heads = 2, .dim = 128, .dtype = DType::bf16};
     s.q_lens = {1, 5, 33};
     s.kv_lens = {1328, 18, 463};
@@ -121,6 +121,7 @@ inline std::vector<UnifiedCase> unified_extras() {
     s.causal = {1, 0, 1};
     s.softcap = 20.0f;
     s.alibi = alibi;
+    s.slopes_of_sequences = alibi == Alibi::sqrt;
     s.qq_bias = s.sinks = true;
     s.small_dtype = DType::bf16;
     for (int segments : {0, 3, 16, 40}) cases.push_back({s, segments});

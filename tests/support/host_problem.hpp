@@ -43,6 +43,7 @@ struct HostShape {
   bool scales = false;  // of q, k and v
   bool scales_per_head = false;
   std::optional<Alibi> alibi = {};
+  bool slopes_of_sequences = false;       // else all have the same
   bool qq = false;                        // a third of the entries off the diagonal are -inf
   DType bias_dtype = DType::fp32;         // of slopes and qq
   std::vector<std::uint8_t> causal = {};  // per sequence
@@ -115,7 +116,7 @@ class HostProblem {
       p.v_scale = {v_scale.data(), shape.scales_per_head};
     }
     if (shape.alibi) {
-      p.bias.slopes = {slopes.data(), slopes.dtype};
+      p.bias.slopes = {{slopes.data(), slopes.dtype}, shape.slopes_of_sequences ? shape.heads : 0};
       p.bias.alibi = *shape.alibi;
     }
     if (shape.qq) p.bias.qq = {{qq.data(), qq.dtype}, qq_width(), qq_width() + kGap};
@@ -341,7 +342,7 @@ class HostProblem {
   Array q, k, v;
   std::optional<Interval> only;                  // the judge looks at these keys alone
   std::vector<float> q_scale, k_scale, v_scale;  // [kv_heads]
-  Array slopes;                                  // [heads]
+  Array slopes;                                  // [heads] or [batch, heads]
   Array qq;                                      // [width, width + kGap]
 
   /// Wider than any query needs.
@@ -375,15 +376,18 @@ class HostProblem {
     return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
   }
 
+  double slope_of(int b, int head) const {
+    return slopes[(shape.slopes_of_sequences ? b * shape.heads : 0) + head];
+  }
+
   /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
   std::vector<double> biases(int b, int head, std::int64_t t) const {
     if (!shape.alibi && !shape.qq) return {};
     std::vector<double> bias(shape.kv_len[b]);
     const std::int64_t context = shape.kv_len[b] - shape.query_len[b];
     for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
-      if (shape.alibi == Alibi::context) bias[j] += slopes[head] * static_cast<double>(j - context);
-      if (shape.alibi == Alibi::query)
-        bias[j] -= slopes[head] * static_cast<double>(std::abs(context + t - j));
+      if (shape.alibi)
+        bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, context + t, j, context);
       if (shape.qq && j >= context && j - context < qq_width())
         bias[j] += qq[t * (qq_width() + kGap) + j - context];
     }
@@ -396,8 +400,9 @@ class HostProblem {
     std::uniform_real_distribution<float> factor(0.7f, 1.4f), slope(0.001f, 0.008f);
     for (auto* scales : {&q_scale, &k_scale, &v_scale})
       for (int h = 0; h < shape.kv_heads; ++h) scales->push_back(factor(random));
-    slopes = Array(shape.bias_dtype, shape.heads);
-    for (int h = 0; h < shape.heads; ++h) slopes.set(h, slope(random));
+    const int count = shape.heads * (shape.slopes_of_sequences ? batch() : 1);
+    slopes = Array(shape.bias_dtype, count);
+    for (int i = 0; i < count; ++i) slopes.set(i, slope(random));
     if (!shape.qq) return;
     qq = Array(shape.bias_dtype, qq_width() * (qq_width() + kGap));
     for (std::int64_t i = 0; i < qq_width(); ++i)

@@ -332,7 +332,7 @@ class Malformed : public ::testing::Test {
             [&] { a.dtypes.out = c.dtype(); },
             [&] { a.dtypes.fp8_products = true; },
             [&] {
-              a.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
+              a.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 3, 255}));
             },
             [&] { a.dtypes.tf32 = true; },
             [&] { a.dtypes.bf16_products = true; },

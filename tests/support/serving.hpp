@@ -46,7 +46,8 @@ struct Serving {
   float scale = 0;                        // 0: 1 / sqrt(dim)
   float softcap = 0;
   std::optional<Alibi> alibi = {};
-  bool qq_bias = false;  // a tree of drafts: -inf between branches
+  bool slopes_of_sequences = false;  // else all have the same
+  bool qq_bias = false;              // a tree of drafts: -inf between branches
   bool sinks = false;
   DType small_dtype = DType::fp32;           // of sinks, slopes and qq_bias
   std::vector<std::int64_t> documents = {};  // starts and end, of the one sequence
@@ -107,7 +108,8 @@ inline std::string describe(const Serving& s) {
   if (s.mask.right >= 0) text += fmt::format(" right {}", s.mask.right);
   if (!s.causal.empty()) text += fmt::format(" causal {}", s.causal);
   if (s.softcap != 0) text += fmt::format(" softcap {}", s.softcap);
-  if (s.alibi) text += fmt::format(" ALiBi {}", name(*s.alibi));
+  if (s.alibi)
+    text += fmt::format(" ALiBi {}{}", name(*s.alibi), s.slopes_of_sequences ? " by sequence" : "");
   if (!s.documents.empty()) text += fmt::format(" documents {}", s.documents);
   if (s.out_scale != 0) text += fmt::format(" out_scale {}", s.out_scale);
   if (s.mask.causal) text += " causal";

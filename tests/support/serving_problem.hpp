@@ -286,10 +286,10 @@ class ServingProblem {
       bias.assign(s.kv_lens[b], 0.0);
       for (std::int64_t j = 0; j < s.kv_lens[b]; ++j) {
         if (s.alibi) {
-          const double slope = launcher::load(slopes.data(), s.small_dtype, head);
-          bias[j] += *s.alibi == Alibi::context
-                         ? slope * static_cast<double>(j - context(b))
-                         : -slope * std::abs(static_cast<double>(position - j));
+          const int row = s.slopes_of_sequences ? b : 0;
+          const double slope =
+              launcher::load(slopes.data(), s.small_dtype, std::int64_t{row} * s.heads + head);
+          bias[j] += slope * launcher::alibi_term(*s.alibi, position, j, context(b));
         }
         const std::int64_t column = j - context(b);
         if (s.qq_bias && column >= 0 && column < qq_width)
@@ -465,12 +465,13 @@ class ServingProblem {
     const Serving& s = shape;
     std::normal_distribution<float> normal;
     sinks.resize(s.heads * size_of(s.small_dtype));
-    slopes.resize(s.heads * size_of(s.small_dtype));
-    for (int h = 0; h < s.heads; ++h) {
+    for (int h = 0; h < s.heads; ++h)
       launcher::store(sinks.data(), s.small_dtype, h, 1.0f + normal(random));
-      launcher::store(slopes.data(), s.small_dtype, h,
-                      std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(s.heads)));
-    }
+    const int rows = s.slopes_of_sequences ? s.batch() : 1;
+    slopes.resize(rows * s.heads * size_of(s.small_dtype));
+    for (int i = 0; i < rows * s.heads; ++i)  // as published; smaller ones for later sequences
+      launcher::store(slopes.data(), s.small_dtype, i,
+                      std::exp2(-8.0f * static_cast<float>(i + 1) / static_cast<float>(s.heads)));
     if (!s.qq_bias) return;
     qq_width = max_q_len() + 2;
     qq_stride = qq_width + 5;

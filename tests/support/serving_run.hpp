@@ -147,6 +147,12 @@ struct ServingArrays {
     if (!given) return {};
     return Tensor(buffer.data(), problem.shape.small_dtype, {problem.shape.heads}, device);
   }
+  Tensor slope_tensor() const {
+    const Serving& s = problem.shape;
+    if (!s.alibi) return {};
+    if (!s.slopes_of_sequences) return small(true, slopes);
+    return Tensor(slopes.data(), s.small_dtype, {s.batch(), s.heads}, device);
+  }
   Tensor qq_bias() const {
     if (!problem.shape.qq_bias) return {};
     Tensor view(qq.data(), problem.shape.small_dtype, {problem.qq_width, problem.qq_width}, device);
@@ -194,7 +200,7 @@ struct ServingArrays {
     a.k_scale = scales(problem.k_scale, k_scale);
     a.v_scale = s.values_in_keys ? a.k_scale : scales(problem.v_scale, v_scale);
     a.sinks = small(s.sinks, sinks);
-    a.slopes = small(s.alibi.has_value(), slopes);
+    a.slopes = slope_tensor();
     a.qq_bias = qq_bias();
     if (!s.causal.empty()) a.causal = array<std::uint8_t>(causal, s.batch());
   }

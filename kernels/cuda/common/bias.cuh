@@ -25,10 +25,11 @@ __device__ inline int key_column(const Geometry& p, const Sequence& sequence, co
 struct QueryRow {
   std::int64_t index;
   int head;
+  int sequence;
 };
 
 __device__ inline QueryRow query_row(const Geometry& p, int sequence, const PackedRow& row) {
-  return {p.query_index(sequence, row.token), row.head};
+  return {p.query_index(sequence, row.token), row.head, sequence};
 }
 
 /// The bias of a row, which is added to its scores in base 2.
@@ -37,12 +38,10 @@ class RowBias {
   __device__ RowBias(const Bias& bias, const QueryRow& row)
       : bias_(bias),
         index_(static_cast<int>(row.index)),
-        slope_(bias.slopes ? bias.slopes[row.head] * kLog2E : 0.0f) {}
+        slope_(bias.slopes ? bias.slopes.of(row.sequence, row.head) * kLog2E : 0.0f) {}
 
   __device__ float alibi(int column) const {
-    const int ahead = column - index_;
-    const int distance = bias_.alibi == Alibi::context ? column : ahead > 0 ? -ahead : ahead;
-    return slope_ * static_cast<float>(distance);
+    return slope_ * alibi_distance(bias_.alibi, index_, column, 0);
   }
 
   /// The matrix's entry, or 0 outside of it. It has no switch over types, as it stands in unrolled

@@ -176,11 +176,12 @@ bool accepts(const AttendParams& params) {
     unbiased.k = unbiased.v =
         KvRows(nullptr, std::int64_t{params.kv_heads} * params.head_dim, params.head_dim);
   }
-  // ALiBi counts on rows of a tile that stand one after the other.
+  // ALiBi counts on rows of a tile that stand one after the other, and on biases at equal steps.
   const bool rows_follow = params.queries.ranks == 1 ||
                            params.queries.layout == Layout::contiguous ||
                            params.queries.layout == Layout::ranges;
-  return runs_here() && fits_query_map(params) && (rows_follow || !params.bias.slopes) &&
+  const bool straight = rows_follow && params.bias.alibi != Alibi::sqrt;
+  return runs_here() && fits_query_map(params) && (straight || !params.bias.slopes) &&
          params.dtype != DType::fp32 && params.head_dim >= 48 &&
          cuda::is_square(params.head_dim, params.value_dim) &&
          params.shard.layout != Layout::listed &&

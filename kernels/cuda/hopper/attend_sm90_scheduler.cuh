@@ -194,8 +194,9 @@ class Scheduler {
           params_.shard.for_sequence(found.sequence)
               .order(params_.batch.keys(found.sequence, params_.shard));
     if constexpr (T::kScores == Scores::any)
-      find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions, tile.head,
-                 found.context_len, static_cast<int>(params_.query_index(found.sequence, tile.row)),
+      find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions,
+                 found.sequence, tile.head, found.context_len,
+                 static_cast<int>(params_.query_index(found.sequence, tile.row)),
                  shared_.alibi.terms[work_.stage]);
     if constexpr (T::kEightBits) {
       // A scale that is not positive would turn the order of scores: NaN says so.

@@ -244,9 +244,10 @@ __device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
 
 /// One thread finds what a work tile's consumers must know. `index`: of its first row among the
 /// queries of its sequence, whose keys stand at `keys`.
-__device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositions& keys, int head,
-                                  int context_len, int index, AlibiTerms& terms) {
-  terms.slope = bias.slopes[head] * kLog2E;
+__device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositions& keys,
+                                  int sequence, int head, int context_len, int index,
+                                  AlibiTerms& terms) {
+  terms.slope = bias.slopes.of(sequence, head) * kLog2E;
   KeyRuns& runs = terms.runs;
   if (keys.block > 0) {
     runs = {keys.start[0], keys.block, keys.round - keys.block, INT_MAX};

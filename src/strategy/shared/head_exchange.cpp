@@ -220,7 +220,7 @@ void HeadExchange::attend_to(Run& run, const HeadShare& some) const {
   p.q_scale = scales(p.q_scale);
   p.k_scale = scales(p.k_scale);
   p.v_scale = scales(p.v_scale);
-  p.bias.slopes = floats_from(p.bias.slopes, some.query.begin);
+  p.bias.slopes = slopes_from(p.bias.slopes, some.query.begin);
   run.merge.heads = p.heads;
   run.merge.state_heads = run.merge.first_head = 0;
   run.merge.sinks = floats_from(run.arrays.sinks, some.query.begin);

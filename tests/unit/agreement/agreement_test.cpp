@@ -23,6 +23,7 @@
 #include "comm/control/control.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/error.hpp"
+#include "src/arguments/array_checks.hpp"
 #include "src/arguments/validate.hpp"
 #include "src/reshard/check_reshard.hpp"
 
@@ -85,6 +86,7 @@ std::vector<Field> fields_of(const std::string& structure) {
   std::vector<Field> fields;
   for (const std::string& statement : statements_of(structure)) {
     if (statement.find("constexpr") != std::string::npos) continue;
+    if (statement.find("operator") != std::string::npos) continue;
     Field field;
     std::string word, inner;  // inner: template arguments
     int angles = 0;
@@ -306,7 +308,8 @@ struct Everything {
   Everything(const Everything&) = delete;
 
   RunDescription described() const {
-    return {args, arrays_of(args, options, rank, kRanks, Device::host), options, true};
+    arrays_of(args, options, rank, kRanks, Device::host);  // checks them
+    return {args, options, true};
   }
   std::uint64_t said() const { return said_hash(described()); }
   NamedValues text() const { return described().text(nullptr, 0); }
@@ -378,6 +381,9 @@ const std::multimap<std::string, RunCase> kRuns{
     {"sinks", with([](Everything& e) { e.sinks[3] = 0; })},
     {"slopes", with([](Everything& e) { e.args.slopes = {}; })},
     {"slopes", with([](Everything& e) { e.slopes[0] = 0; })},
+    {"slopes", with([](Everything& e) {  // of each sequence
+       e.args.slopes = Tensor(e.keys.data(), {2, e.kHeads});
+     })},
     {"slopes", with([](Everything& e) { e.args.slopes.dtype = bf16; })},
     {"qq_bias", with([](Everything& e) { e.args.qq_bias = {}; })},
     {"qq_bias", with([](Everything& e) { e.bias[3] = 0; })},

@@ -210,7 +210,7 @@ class MalformedOptions : public Malformed {
             [&c, &o] { o.score.scale = c.number(); },
             [&c, &o] { o.score.softcap = c.number(); },
             [&c, &o] {
-              o.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 255}));
+              o.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 3, 255}));
             },
             [&c, &o] { o.limits.max_tokens = c.count(); },
             [&c, &o] {

@@ -842,6 +842,20 @@ TEST(Validate, FeaturesOfARun) {
              [&](AttentionArgs& r, Paged& p) { bias(r, p, 2, 3); });
   refuse_run("qq_bias is [3, 3]; a query of 4 tokens needs [4, 4] at least",
              [&](AttentionArgs& r, Paged& p) { r = p.one_sequence(), bias(r, p, 3, 3); });
+  const auto slopes = [](AttentionArgs& r, Paged& p, std::int64_t batch, std::int64_t heads) {
+    r.slopes = Tensor(p.q.data(), {batch, heads});
+  };
+  refuse_run("slopes is [3, 4]; [4] or [2, 4] is wanted",
+             [&](AttentionArgs& r, Paged& p) { slopes(r, p, 3, kHeads); });
+  refuse_run("slopes is [2, 3]; [4] or [2, 4] is wanted",
+             [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, 3); });
+  refuse_run("slopes has strides 5 and 1; it must be dense",
+             [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, kHeads), r.slopes.stride[0] = 5; });
+  refuse_run("slopes is int32; a float type is wanted", [&](AttentionArgs& r, Paged& p) {
+    slopes(r, p, 2, kHeads), r.slopes.dtype = DType::int32;
+  });
+  refuse_run("slopes[7] is inf; an ALiBi slope is a finite number",
+             [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, kHeads), p.q[7] = INFINITY; });
   refuse_run("documents are packed in one sequence",
              [](AttentionArgs& r, Paged& p) { r.documents = Tensor(p.numbers.data(), {2}); });
   const auto documents = [](AttentionArgs& r, Paged& p) {

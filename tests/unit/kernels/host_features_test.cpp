@@ -89,6 +89,17 @@ TEST_F(HostFeatures, EachAlone) {
          s.alibi = Alibi::query;
          s.mask.causal = false;
        }},
+      {"ALiBi sqrt", [](HostShape& s) { s.alibi = Alibi::sqrt; }},
+      {"ALiBi sqrt, both sides",
+       [](HostShape& s) {
+         s.alibi = Alibi::sqrt;
+         s.mask.causal = false;
+       }},
+      {"slopes of sequences",
+       [](HostShape& s) {
+         s.alibi = Alibi::query;
+         s.slopes_of_sequences = true;
+       }},
       {"slopes in bf16",
        [](HostShape& s) {
          s.alibi = Alibi::context;
@@ -189,7 +200,8 @@ TEST_F(HostFeatures, AtRandom) {
     s.store = static_cast<Store>(draw(0, 2));
     s.scales = draw(0, 1);
     s.scales_per_head = draw(0, 1);
-    if (draw(0, 1)) s.alibi = draw(0, 1) ? Alibi::context : Alibi::query;
+    if (draw(0, 1)) s.alibi = static_cast<Alibi>(draw(0, 2));
+    s.slopes_of_sequences = draw(0, 1);
     s.qq = draw(0, 1);
     s.bias_dtype = static_cast<DType>(draw(0, 2));
     s.skip_decode = draw(0, 3) == 0;
@@ -243,7 +255,7 @@ TEST_F(HostFeatures, RanksGiveTheSameBits) {
   shape.query_len = {37, 1, 70, 4};
   shape.kv_len = {3000, 9000, 70, 520};
   shape.mask.window = 2500;
-  for (Alibi alibi : {Alibi::context, Alibi::query}) {
+  for (Alibi alibi : {Alibi::context, Alibi::query, Alibi::sqrt}) {
     for (Store store : {Store::rows, Store::x_packed}) {
       shape.alibi = alibi;
       shape.store = store;

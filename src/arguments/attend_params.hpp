@@ -1,0 +1,44 @@
+// What all attention has of its options and its small arrays, as kernels take it: that of a layer
+// and that of the calls of serving engines.
+#pragma once
+
+#include "kernels/params.hpp"
+#include "longspan/options.hpp"
+#include "src/arguments/run_arrays.hpp"
+#include "src/arguments/tensor_checks.hpp"
+
+namespace longspan {
+
+/// Sets mask, score and products. `Given` has them: Options, PagedAttention, AttendState. The
+/// head_dim is set already.
+template <class Given>
+void set_options(kernels::AttendParams& p, const Given& given) {
+  p.mask = given.mask;
+  p.score = {given.score.scale_of(p.head_dim), given.score.softcap};
+  p.bias.alibi = given.score.alibi;
+  p.tf32 = given.dtypes.tf32;
+  p.fp8_products = given.dtypes.fp8_products;
+  p.bf16_products = given.dtypes.bf16_products;
+}
+
+/// Sets q, and the arrays that a run or a call has beside its keys and values.
+inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
+  p.q = token_rows_of(q);
+  p.q_scale = arrays.q_scale;
+  p.k_scale = arrays.k_scale;
+  p.v_scale = arrays.v_scale;
+  p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr, arrays.causal};
+  p.documents = arrays.documents;
+  p.bias.slopes = arrays.slopes;
+  p.bias.qq = arrays.qq_bias;
+}
+
+/// Sets where the keys and values of an attention or an append lie.
+template <class Params>
+void set_cache(Params& p, const CacheView& cache) {
+  p.k = cache.k;
+  p.v = cache.v;
+  p.pages = cache.pages;
+}
+
+}  // namespace longspan

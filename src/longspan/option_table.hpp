@@ -1,0 +1,169 @@
+/// \file
+/// The table of options, and that of the arguments of a run: what each is called in C++, in Python
+/// and on the command line, and whether ranks must give it alike. Agreement and docs/options.md are
+/// made from it. What a member means stands beside the member (options.hpp, attention.hpp).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "longspan/attention.hpp"
+#include "longspan/options.hpp"
+
+namespace longspan {
+
+// ---- options that are one of a few
+// ---------------------------------------------------------------
+
+/// Every Alibi.
+constexpr std::array<Alibi, 3> choices(Alibi) {
+  return {Alibi::context, Alibi::query, Alibi::sqrt};
+}
+/// Every Exchange.
+constexpr std::array<Exchange, 4> choices(Exchange) {
+  return {Exchange::automatic, Exchange::peer_buffers, Exchange::peer_buffers_apart,
+          Exchange::gather};
+}
+
+/// The one of that name; none where there is none.
+template <class Choice>
+std::optional<Choice> choice_named(std::string_view text) {
+  for (const Choice choice : choices(Choice{}))
+    if (text == name(choice)) return choice;
+  return std::nullopt;
+}
+
+/// The names of all.
+template <class Choice>
+std::vector<std::string> choice_names() {
+  std::vector<std::string> names;
+  for (const Choice choice : choices(Choice{})) names.emplace_back(name(choice));
+  return names;
+}
+
+// ---- options
+// -------------------------------------------------------------------------------------
+
+/// One option of a layer.
+struct OptionInfo {
+  const char* group;    ///< the member of Options that it stands in, "mask.", or "" for none
+  const char* name;     ///< in messages; behind `group` it is the member
+  const char* python;   ///< of longspan.Attention; null: Python has none
+  const char* command;  ///< of `longspan run`; null: the command has none
+  const char* own;      ///< why ranks need not give it alike; null: it is compared
+
+  /// "mask.causal".
+  std::string member() const { return std::string(group) + name; }
+};
+
+/// Calls visit(OptionInfo, member) for every option. `AnyOptions` is Options, const or not.
+template <class AnyOptions, class Visit>
+void visit_options(AnyOptions& o, const Visit& visit) {
+  const auto is = [&](const char* group, const char* name, const char* python, const char* command,
+                      auto& member, const char* own = nullptr) {
+    visit(OptionInfo{group, name, python, command, own}, member);
+  };
+  is("", "heads", "heads", "--heads", o.heads);
+  is("", "kv_heads", "kv_heads", "--kv-heads", o.kv_heads);
+  is("", "head_dim", "head_dim", "--dim", o.head_dim);
+  is("", "value_dim", "value_dim", "--value-dim", o.value_dim);
+
+  is("", "dtypes.compute", "dtype", "--dtype", o.dtypes.compute);
+  is("", "dtypes.query", "q_dtype", "--qkv-dtype", o.dtypes.query);
+  is("", "dtypes.kv", "kv_dtype", "--qkv-dtype", o.dtypes.kv);
+  is("", "dtypes.out", "out_dtype", nullptr, o.dtypes.out);
+  is("dtypes.", "tf32", "tf32", nullptr, o.dtypes.tf32);
+  is("dtypes.", "fp8_products", "fp8_products", "--fp8-products", o.dtypes.fp8_products);
+  is("dtypes.", "bf16_products", "bf16_products", "--bf16-products", o.dtypes.bf16_products);
+
+  is("mask.", "causal", "causal", "--causal", o.mask.causal);
+  is("mask.", "window", "window_size", "--window", o.mask.window);
+  is("mask.", "right", "window_size", "--right", o.mask.right);
+
+  is("score.", "scale", "softmax_scale", "--scale", o.score.scale);
+  is("score.", "softcap", "softcap", "--softcap", o.score.softcap);
+  is("score.", "alibi", "alibi", "--alibi", o.score.alibi);
+
+  is("limits.", "max_tokens", "max_queries", nullptr, o.limits.max_tokens);
+  is("limits.", "max_batch", "max_batch", nullptr, o.limits.max_batch);
+  is("limits.", "max_kv_len", "max_seqlen_k", nullptr, o.limits.max_kv_len);
+  is("limits.", "max_total_keys", "max_total_keys", nullptr, o.limits.max_total_keys);
+  is("limits.", "max_query_len", "max_seqlen_q", nullptr, o.limits.max_query_len);
+  is("limits.", "max_workspace", nullptr, nullptr, o.limits.max_workspace);
+  is("limits.", "dense_keys", nullptr, nullptr, o.limits.dense_keys);
+
+  is("", "invariant", "invariant", "--invariant", o.invariant);
+  is("debug.", "check_arrays", "check_arrays", nullptr, o.debug.check_arrays);
+  is("debug.", "profile", "profile", nullptr, o.debug.profile,
+     "a rank may time its own phases; what travels is the same");
+  is("", "strategy", "strategy", "--strategy", o.strategy);
+  is("", "ranks_per_node", "ranks_per_node", "--ranks-per-node", o.ranks_per_node);
+  is("", "exchange", "exchange", "--exchange", o.exchange);
+  is("", "threads", "threads", "--threads", o.threads,
+     "how many threads a rank has changes no bit and nothing that travels");
+
+  is("", "keys", "keys", "--shard", o.keys);
+  is("", "queries", "queries", "--shard-queries", o.queries);
+  is("", "results", "results", nullptr, o.results);
+}
+
+// ---- arguments of a run
+// --------------------------------------------------------------------------
+
+/// How ranks compare an argument of a run.
+enum class Compared : std::uint8_t {
+  contents,  ///< whether it is given, and what it holds
+  given,     ///< whether it is given
+  ranges,    ///< what it holds, where it has the ranges of all ranks
+  number,    ///< as a number, in runs that read it
+  own,       ///< not, or in part: `own` says it
+};
+
+/// One argument of a run.
+struct ArgumentInfo {
+  const char* name;    ///< the member of AttentionArgs
+  const char* python;  ///< of the call of a longspan.Attention; null: Python has none
+  Compared compared;   ///< by the ranks
+  const char* own;     ///< what of it is a rank's own, and why; null: nothing
+};
+
+/// Calls visit(ArgumentInfo, member) for every argument. `Args` is AttentionArgs, const or not.
+template <class Args, class Visit>
+void visit_arguments(Args& a, const Visit& visit) {
+  using enum Compared;
+  const auto is = [&](const char* name, const char* python, Compared compared, auto& member,
+                      const char* why = nullptr) {
+    visit(ArgumentInfo{name, python, compared, why}, member);
+  };
+  is("q", "q", own, a.q, "its strides; rows, heads, head_dim and type are compared");
+  is("k", "k", own, a.k, "every rank has keys of its own, as the layout says");
+  is("v", "v", own, a.v, "as k");
+  is("out", "out", own, a.out, "where the result goes; its type is an option");
+  is("lse", "lse", own, a.lse, "a rank may leave it out");
+  is("total_keys", "total_keys", number, a.total_keys);
+  is("total_tokens", "total_queries", number, a.total_tokens);
+  is("query_start", "cu_seqlens_q", contents, a.query_start);
+  is("kv_len", "cache_seqlens", contents, a.kv_len);
+  is("causal", "causal", contents, a.causal);
+  is("block_table", "block_table", given, a.block_table,
+     "pages are a rank's own; whether there is a table is compared");
+  is("key_table", "key_table", ranges, a.key_table);
+  is("query_table", "query_table", ranges, a.query_table);
+  is("new_k", "k_new", given, a.new_k);
+  is("new_v", "v_new", given, a.new_v);
+  is("q_scale", "q_descale", contents, a.q_scale);
+  is("k_scale", "k_descale", contents, a.k_scale);
+  is("v_scale", "v_descale", contents, a.v_scale);
+  is("out_scale", "out_scale", contents, a.out_scale);
+  is("sinks", "sinks", contents, a.sinks);
+  is("slopes", "alibi_slopes", contents, a.slopes);
+  is("qq_bias", "qq_bias", contents, a.qq_bias);
+  is("documents", "documents", contents, a.documents);
+  is("skip_decode", "skip_decode", number, a.skip_decode);
+}
+
+}  // namespace longspan

@@ -1,4 +1,4 @@
-# A build in which the CUDA kernels run on processors (docs/testing.md): .cu files are compiled by
+# A build in which the CUDA kernels run on processors (docs/contributing/testing.md): .cu files are compiled by
 # the C++ compiler against a second implementation of kernels/cuda/arch/, and CUDA's runtime and
 # NCCL have stand-ins. Of CUDA only headers are needed.
 find_program(LONGSPAN_NVCC NAMES nvcc HINTS ENV CUDACXX ENV CUDA_PATH PATH_SUFFIXES bin

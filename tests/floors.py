@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the floors: an include line names its floor, and arrows go down only (docs/architecture.md).
+"""Checks the floors: an include line names its floor, and arrows go down only (docs/concepts/architecture.md).
 
     5  examples/ bench/ python/  public headers; bench/ also the launcher's and comm/transport.hpp,
                                  python/ also its own

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the CUDA kernels in the simulator under many schedules (docs/testing.md).
+"""Runs the CUDA kernels in the simulator under many schedules (docs/contributing/testing.md).
 
     tests/simulate.py [--schedules N | --hours H] [--build build/simulated] [--tests REGEX]
                       [--seed S] [--jobs J] [--all] [--together]

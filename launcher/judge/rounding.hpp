@@ -1,6 +1,6 @@
 // Bounds how far fp32 arithmetic may take one query row from the exact result, from the data of
-// this row (u = 2^-24; first order; docs/command.md tells it in words). A score is a sum of dim
-// products. Rounded as it grows, in any order of typical partial sums, it is off by about
+// this row (u = 2^-24; first order; docs/reference/command.md tells it in words). A score is a sum
+// of dim products. Rounded as it grows, in any order of typical partial sums, it is off by about
 //
 //     r_j = u sqrt(dim / 2) hypot(x_j, n_j)     x_j = scale q.k_j, n_j = |scale| |q o k_j|
 //

@@ -46,7 +46,7 @@ constexpr const char* kFooter = R"(Examples
 
 constexpr const char* kMore = R"(
 `longspan COMMAND --help` lists the options of a command and its examples;
-docs/command.md explains the table.)";
+docs/reference/command.md explains the table.)";
 
 constexpr const char* kRunFooter = R"(Examples
   longspan run --kv 65536 --tokens 256 --causal
@@ -58,7 +58,7 @@ constexpr const char* kRunFooter = R"(Examples
       a context-parallel prefill: queries and keys both sharded, even work under
       the causal mask
 
-`longspan --help` lists the exit statuses; docs/command.md explains the table.)";
+`longspan --help` lists the exit statuses; docs/reference/command.md explains the table.)";
 
 constexpr const char* kVerifyFooter = R"(Examples
   longspan verify --quick

@@ -3,7 +3,7 @@
     out = longspan.attend(q, k, v, comm=longspan.from_environment(), causal=True)
 
 Every rank gives its own keys and values and gets the result over the keys of all. Arrays are of any
-kind: NumPy, PyTorch, JAX, CuPy. docs/python.md in the repository has the long form.
+kind: NumPy, PyTorch, JAX, CuPy. docs/reference/python.md in the repository has the long form.
 """
 
 import atexit as _atexit

@@ -22,7 +22,7 @@ hypothesis.settings.register_profile("here", deadline=None, max_examples=80, der
 hypothesis.settings.load_profile("here")
 
 
-# The tiers of docs/testing.md. Who calls pytest by hand has those of CI.
+# The tiers of docs/contributing/testing.md. Who calls pytest by hand has those of CI.
 LEFT_OUT = {"quick": ("more", "long"), "all": ("long",), "long": ()}[os.environ.get("LONGSPAN_TEST_TIER", "all")]
 
 

@@ -38,10 +38,10 @@
 namespace longspan {
 
 /// One run. Ranks give the same but for what is their own: keys, values, pages, the strides of q,
-/// and where the result goes (docs/ranks.md has the list); wait(), or on processors run(),
-/// throws a UsageError on every rank where they do not. Tensors are views on the layer's device,
-/// and their memory must live until the stream has passed them. Lengths and tables are read on the
-/// stream, so a captured graph replays with new ones.
+/// and where the result goes (docs/contributing/ranks.md has the list); wait(), or on processors
+/// run(), throws a UsageError on every rank where they do not. Tensors are views on the layer's
+/// device, and their memory must live until the stream has passed them. Lengths and tables are read
+/// on the stream, so a captured graph replays with new ones.
 ///
 /// q and out are [tokens, heads, dim], or [batch, heads, tokens, dim] with tokens of each sequence,
 /// over memory in any order whose last stride is 1: dense in either order, or with room between
@@ -171,7 +171,7 @@ class Attention {
   /// How states travel in this layer.
   const ExchangeInfo& exchange() const;
 
-  /// Bytes of the workspace on this rank; docs/workspace.md has the formula.
+  /// Bytes of the workspace on this rank; docs/reference/memory.md explains it.
   std::size_t workspace_bytes() const;
 
   /// With Debug::profile: where the time of the last run went; zeros without it.

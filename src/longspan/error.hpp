@@ -51,7 +51,7 @@ struct Unsupported : Error {
   explicit Unsupported(const std::string& what) : Error(ErrorKind::unsupported, what) {}
 };
 
-/// An error that CUDA, NCCL or MPI reported, or memory that there is not.
+/// An error that CUDA, NCCL or MPI reported, or a failed allocation.
 struct BackendError : Error {
   /// With that text.
   explicit BackendError(const std::string& what) : Error(ErrorKind::backend, what) {}

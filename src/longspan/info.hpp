@@ -27,7 +27,7 @@ int host_threads(const Communicator& world, int asked = 0);
 /// Something that attention can be asked for, and which kernels do it. What they do not do, they
 /// refuse by this name.
 struct FeatureInfo {
-  std::string name;     ///< as refusals and docs/features.md call it
+  std::string name;     ///< as refusals and docs/reference/features.md call it
   std::string meaning;  ///< one line for people
   std::string by;  ///< what can be asked for it: "layer" (Attention), "calls" (ServingOps), or both
   bool host;       ///< whether processors do it

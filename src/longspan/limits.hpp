@@ -1,6 +1,6 @@
 /// \file
 /// The sizes of a head that every device takes, and other numbers that callers are held to, in one
-/// place. Which kernels are fast for which sizes: docs/features.md.
+/// place. Which kernels are fast for which sizes: docs/reference/features.md.
 #pragma once
 
 namespace longspan {

@@ -97,7 +97,7 @@ class CrossRankMerge {
   /// The ranks that it was made on.
   const Communicator& world() const;
 
-  /// Bytes allocated on this rank; docs/workspace.md has the formula.
+  /// Bytes allocated on this rank; docs/reference/memory.md explains it.
   std::size_t workspace_bytes() const;
 
  private:

@@ -1,7 +1,8 @@
 /// \file
 /// The table of options, and that of the arguments of a run: what each is called in C++, in Python
-/// and on the command line, and whether ranks must give it alike. Agreement and docs/options.md are
-/// made from it. What a member means stands beside the member (options.hpp, attention.hpp).
+/// and on the command line, and whether ranks must give it alike. Agreement and
+/// docs/reference/options.md are made from it. What a member means stands beside the member
+/// (options.hpp, attention.hpp).
 #pragma once
 
 #include <array>

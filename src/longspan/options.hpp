@@ -24,11 +24,11 @@ struct DTypes {
   std::optional<DType> out = {};    ///< of out; default compute, or fp8 with an out_scale
   bool tf32 = false;                ///< CUDA: fp32 products may be rounded to tf32
   bool fp8_products = false;   ///< Hopper: long e4m3 queries may be multiplied with e4m3 keys and
-                               ///< values as they are, weights rounded to e4m3 (docs/features.md).
+                               ///< values as they are, weights rounded to e4m3 (features.md).
                                ///< Faster, some percent of error; scales must be positive
   bool bf16_products = false;  ///< host: bf16 may be multiplied by the processor's own
                                ///< instructions (AMX), weights rounded to bf16, as GPUs do it;
-                               ///< with other bits than on processors without (docs/features.md)
+                               ///< with other bits than on processors without (features.md)
 
   /// The type of q, its default resolved.
   DType of_query() const { return query.value_or(compute); }

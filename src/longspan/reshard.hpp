@@ -10,8 +10,7 @@
 ///       move.run({.from = {k, v}, .to = {k_pages, v_pages, block_table}}, stream);
 ///     move.wait(stream);
 ///
-/// Each key goes once from the rank that has it to the rank that shall have it, and a key that
-/// stays on its rank does not travel. Bytes arrive as they were.
+/// A key is sent only if its owner changes. Bytes arrive unchanged.
 #pragma once
 
 #include <cstddef>
@@ -109,7 +108,7 @@ class Reshard {
   const Communicator& world() const;
   /// What a run moves.
   ReshardTraffic traffic() const;
-  /// Bytes allocated on this rank; docs/workspace.md has the formula.
+  /// Bytes allocated on this rank; docs/reference/memory.md explains it.
   std::size_t workspace_bytes() const;
 
  private:

@@ -25,7 +25,7 @@ struct StrategyInfo {
                          ///< key's element
   int levels = 1;        ///< 2: one strategy inside of a node, another between nodes
 
-  /// Whether it has what it is for where `ranks` ranks are nodes of so many (0: of unknown ones).
+  /// Whether this node size gives the strategy two levels; 0 is an unknown size.
   bool is_for_nodes_of(int ranks_per_node, int ranks) const {
     return levels == 1 || (ranks_per_node > 1 && ranks_per_node < ranks);
   }

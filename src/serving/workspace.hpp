@@ -1,5 +1,4 @@
-// Lays out the memory of a call of ServingOps, which is the caller's; docs/workspace.md has the
-// formulas.
+// Lays out the memory of a call of ServingOps, which is the caller's (docs/reference/memory.md).
 #pragma once
 
 #include <cstddef>

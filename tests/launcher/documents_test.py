@@ -1,6 +1,6 @@
-"""What README.md, docs/start/command.md and docs/command.md tell a user to type runs as it stands: in
-bash, in a folder like a fresh clone with the command built, with none of this machine's settings for
-MPI. And the help."""
+"""What README.md, docs/start/command.md and docs/reference/command.md tell a user to type runs as it
+stands: in bash, in a folder like a fresh clone with the command built, with none of this machine's
+settings for MPI. And the help."""
 
 import importlib.util
 import os
@@ -76,7 +76,7 @@ class DocumentsTest(CommandTest):
         self.assertEqual(npy.load(self.path("lse.npy"))[1], (512, 12))
 
     def test_page_of_the_command(self):
-        found = blocks("docs/command.md")
+        found = blocks("docs/reference/command.md")
         lines = [line for block in found for line in block]
         self.assertGreaterEqual(len(lines), 5, lines)
         if importlib.util.find_spec("matplotlib") is None:

@@ -75,7 +75,7 @@ class UsageTest(CommandTest):
         self.told(["reshard", "--to", "stripped"], "did you mean striped?")
 
     def test_the_status_is_documented(self):
-        page = (pathlib.Path(__file__).resolve().parents[2] / "docs/command.md").read_text(encoding="utf-8")
+        page = (pathlib.Path(__file__).resolve().parents[2] / "docs/reference/command.md").read_text(encoding="utf-8")
         for status in range(9):
             self.assertRegex(page, rf"(?m)^\| {status} \|")
 

@@ -1,5 +1,6 @@
-// Grids that are made for a GPU take hours where processors stand for one (docs/testing.md), so a
-// test leaves out cases there. Which ones its seed decides: other schedules keep others.
+// Grids that are made for a GPU take hours where processors stand for one
+// (docs/contributing/testing.md), so a test leaves out cases there. Which ones its seed decides:
+// other schedules keep others.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// Whether the GPUs of this build are simulated (docs/testing.md). They compute a million times
-// slower than real ones: tests do less there, and judge no times.
+// Whether the GPUs of this build are simulated (docs/contributing/testing.md). They compute a
+// million times slower than real ones: tests do less there, and judge no times.
 #pragma once
 
 namespace longspan::tests {

@@ -7,7 +7,7 @@
 
 It works on processors and GPUs, under torchrun without MPI, eagerly and under
 torch.compile(fullgraph=True). Inference only: tensors that require grad are refused while grad is
-enabled. docs/python.md in the repository has more.
+enabled. docs/reference/python.md in the repository has more.
 
 The operators are torch.ops.longspan.attend, attend_lse, attend_out, attend_append and append.
 """

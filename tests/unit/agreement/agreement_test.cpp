@@ -455,7 +455,7 @@ TEST(Agreement, TypesOfFloatsAreCompared) {
 }
 
 TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {
-  std::ifstream page(std::string(LONGSPAN_SOURCE_DIR) + "/docs/ranks.md");
+  std::ifstream page(std::string(LONGSPAN_SOURCE_DIR) + "/docs/contributing/ranks.md");
   std::stringstream text;
   text << page.rdbuf();
   for (const OwnField& field : own_fields()) {

@@ -4,11 +4,17 @@ anchor, named as GitHub names headings. Pages under docs/ must be reachable from
 
 import pathlib
 import re
-import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LINK = re.compile(r"!?\[(?:[^][]|\[[^][]*\])*\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)")
+
+
+def page_names():
+    """Every page of the sources, by its path from the root, without what builds leave."""
+    names = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.md")))
+    return [name.as_posix() for name in names if name.parts[0] == ".github"
+            or not name.parts[0].startswith(("build", "."))]
 
 
 def prose(text):
@@ -77,9 +83,7 @@ def judge_the_judge():
 
 def main():
     judge_the_judge()
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, check=True,
-                            capture_output=True, text=True).stdout.split("\n")
-    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed if name and (ROOT / name).exists()}
+    pages = {name: (ROOT / name).read_text(encoding="utf-8") for name in page_names()}
     wrong = count = 0
     for page, text in sorted(pages.items()):
         for link in links(text):

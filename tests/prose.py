@@ -4,8 +4,9 @@ instead; code, and what is generated, is left alone. Spelling is codespell's (.c
 
 import pathlib
 import re
-import subprocess
 import sys
+
+from links import page_names
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Dated records, which nobody rewrites.
@@ -68,8 +69,7 @@ def judge_the_judge():
 
 def main():
     judge_the_judge()
-    names = sys.argv[1:] or subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT,
-                                           check=True, capture_output=True, text=True).stdout.split()
+    names = sys.argv[1:] or page_names()
     pages = [name for name in names if not name.startswith(LEFT_ALONE) and (ROOT / name).exists()]
     wrong = 0
     for name in pages:

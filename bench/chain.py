@@ -69,7 +69,7 @@ def main():
         c = r["case"]
         print(f"{c['way']:<6} {c['tokens']:>6} x {c['kv_len']:<7} in {c['parts']:<3} "
               f"{r['ours']:>10.1f} {r['peer_value']:>10.1f} {r['ratio']:6.3f} "
-              f"{'' if r['met'] else 'NOT MET'}")
+              f"{'NOT MET' if r['met'] is False else ''}")
     records.write("chain", args.machine, found, args.results)
 
 

@@ -1,5 +1,7 @@
 """What the plots look like. A function gets {name of a records file: its records}, filters what it
-can show, and returns a figure, or None if nothing is left. A colour means the same in all plots.
+can show, and returns a figure, or None if nothing is left. The title says the one point of the plot,
+with figures from the records; below it stand the machine, the setting and the date. A colour means
+the same in all plots.
 """
 
 import math
@@ -8,13 +10,12 @@ import re
 # Okabe and Ito's colours, which stay apart for colour-blind eyes.
 BLUE, ORANGE, GREEN, SKY, RED, PINK, GREY = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00",
                                              "#CC79A7", "#999999")
-COLORS = {"longspan": BLUE, "cuDNN": ORANGE, "cuDNN (two parts)": ORANGE, "seed (best)": PINK,
-          "FlashAttention-2": GREEN, "seed (as shipped)": GREY, "copy": SKY,
-          "NCCL all_gather + merge": ORANGE}
+COLORS = {"longspan": BLUE, "cuDNN": ORANGE, "cuDNN (two parts)": ORANGE, "PyTorch": ORANGE,
+          "PyTorch, cuDNN": ORANGE, "seed (best)": PINK, "FlashAttention-2": GREEN,
+          "PyTorch, FlashAttention-2": GREEN, "seed (as shipped)": GREY}
 NAMES = {"seed (as shipped)": "Triton kernel as shipped", "seed (best)": "Triton kernel, best tile",
          "cuDNN (two parts)": "cuDNN on contiguous keys, two parts"}
-VARIANTS = {"one-trip": "o", "two-trips": "^",  # and of earlier versions:
-            "beside": "v", "flags": "s", "shares": "P"}
+VARIANTS = {"one-trip": "o", "two-trips": "^"}
 CURVES = (BLUE, RED, GREEN, PINK, SKY, ORANGE, GREY)
 PHASES = {"append": GREEN, "attend": BLUE, "exchange": RED, "merge": ORANGE}
 
@@ -31,13 +32,30 @@ def sheet(columns, width, height, **options):
     return figure, panels[0]
 
 
+def say(figure, point, setting, rows=()):
+    """The title: the point, and below it what was measured and when."""
+    dates = sorted({r["date"] for r in rows})
+    when = f"; measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    figure.suptitle(f"{point}\n{setting}{when}", size=10, linespacing=1.5)
+
+
+def span(values):
+    """From the least to the greatest, as tests/snippets.py writes it."""
+    ends = [f"{value:.2f}" if value < 2 else f"{value:.1f}" for value in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def ratios(rows, peer):
+    return span([r["ratio"] for r in rows if r["peer"] == peer])
+
+
 def machine(name):
-    """prefill-h200 -> one H200, scale-h200x4 -> 4 H200s, scale-cpu -> processors"""
+    """prefill-h200 -> one H200, scale-h200x4 -> 4 H200s, scale-cpu -> a CPU"""
     name = name.rsplit("-", 1)[1]
     gpu = re.fullmatch(r"([a-z]+\d+)(?:x(\d+))?", name)
     if gpu:
         return f"{gpu[2]} {gpu[1].upper()}s" if gpu[2] else f"one {gpu[1].upper()}"
-    return "processors" if name == "cpu" else name
+    return "a CPU" if name == "cpu" else name
 
 
 def heads(case):
@@ -49,8 +67,11 @@ def sequences(case):
     return f"{case['batch']} × " if case["batch"] > 1 else ""
 
 
-def dim(case):
-    return "" if case["dim"] == 128 else f", dim {case['dim']}"
+def short(keys):
+    for unit, name in ((2 ** 20, "M"), (2 ** 10, "K")):
+        if keys % unit == 0:
+            return f"{keys // unit}{name}"
+    return f"{keys:,}"
 
 
 def log2(panel, x_ticks):
@@ -63,23 +84,15 @@ def log2(panel, x_ticks):
     panel.set_xticks(x_ticks)
 
 
-def marks(panel, x, y):
-    panel.plot(x, y, "_", color="black", markersize=13, markeredgewidth=1.8, label="target")
-
-
 def bars(panel, rows, label, inside):
-    """Ours and the peers, a group of bars for each case; a mark on ours where the target is (the
-    highest, if there are several), and in it the ratio to the peer `inside`."""
+    """Ours and the peers, a group of bars for each case, and in ours the ratio to the peer `inside`."""
     groups = {}
     for r in rows:
-        empty = {"label": label(r["case"]), "speed": {"longspan": r["ours"]}, "goal": 0, "ratio": ""}
-        group = groups.setdefault(str(r["case"]), empty)
-        if r["peer"] in COLORS:
-            group["speed"][r["peer"]] = r["peer_value"]
+        group = groups.setdefault(str(r["case"]), {"label": label(r["case"]), "ratio": "",
+                                                   "speed": {"longspan": r["ours"]}})
+        group["speed"][r["peer"]] = r["peer_value"]
         if r["peer"] == inside:
             group["ratio"] = f"{r['ratio']:.2f}"
-        if r["target"] is not None:
-            group["goal"] = max(group["goal"], r["target"] * (r["peer_value"] or 1))
     groups = list(groups.values())
     names = [name for name in COLORS if any(name in group["speed"] for group in groups)]
     thick = 0.84 / len(names)
@@ -89,23 +102,20 @@ def bars(panel, rows, label, inside):
                 place = i - 0.42 + thick * (names.index(name) + 0.5)
                 panel.barh(place, group["speed"][name], 0.94 * thick, color=COLORS[name],
                            label=NAMES.get(name, name))
-        ours = i - 0.42 + thick / 2
-        panel.annotate(group["ratio"], (0, ours), (3, 0), textcoords="offset points", color="white",
-                       va="center_baseline", size=7)
-        if group["goal"]:
-            panel.vlines(group["goal"], ours - 0.62 * thick, ours + 0.62 * thick, color="black",
-                         linewidth=1.8, label="target")
+        panel.annotate(group["ratio"], (0, i - 0.42 + thick / 2), (3, 0), textcoords="offset points",
+                       color="white", va="center_baseline", size=7)
     panel.set_yticks(range(len(groups)), [group["label"] for group in groups])
     panel.set_ylim(len(groups) - 0.5, -0.5)
     panel.tick_params(axis="y", length=0)
 
 
-def beside(panels, height, unit, title, label, inside):
+def beside(panels, height, unit, label, inside):
     """A figure of bars from {title of a panel: records}; panels without records are left out."""
+    panels = {name: [r for r in rows if r["peer"] in COLORS] for name, rows in panels.items()}
     panels = {name: rows for name, rows in panels.items() if rows}
     if not panels:
         return None
-    figure, axes = sheet(len(panels), 2.2 + 3.9 * len(panels), height, sharex=True)
+    figure, axes = sheet(len(panels), 2.9 + 3.3 * len(panels), height, sharex=True)
     seen = {}
     for axis, (name, rows) in zip(axes, panels.items()):
         bars(axis, rows, label, inside)
@@ -118,99 +128,171 @@ def beside(panels, height, unit, title, label, inside):
     for axis, mine in zip(axes[1:], labels[1:]):  # the same cases are named once
         if [text.get_text() for text in mine] == [text.get_text() for text in labels[0]]:
             axis.set_yticklabels([])
-    figure.suptitle(title, size=11)
-    names = [NAMES.get(name, name) for name in COLORS] + ["target"]
-    names = [name for name in dict.fromkeys(names) if name in seen]
+    names = [name for name in dict.fromkeys(NAMES.get(name, name) for name in COLORS) if name in seen]
     figure.legend([seen[name] for name in names], names, loc="outside lower center",
-                  ncols=3 if len(names) > 5 else len(names))
+                  ncols=len(names) if len(panels) > 1 else 2)
     return figure
 
 
 def prefill(files):
+    """bf16 in no fixed order: the order has a kernel of its own (invariant-*)."""
     (name, rows), = files.items()
-    rows = [r for r in rows if r["peer"] in ("cuDNN", "FlashAttention-2")]
-    rows.sort(key=lambda r: r["case"]["invariant"])  # the fixed order, which is slower, comes last
-
-    def label(case):
-        kind = "" if case["dtype"] == "bf16" else f", {case['dtype']}"
-        return (f"dim {case['dim']}, {sequences(case)}{case['kv_len']:,} keys, {heads(case)}{kind}"
-                + (",\nfixed order (--invariant)" if case["invariant"] else ""))
-
-    return beside({"full": [r for r in rows if not r["case"]["causal"]],
-                   "causal": [r for r in rows if r["case"]["causal"]]},
-                  7, "TFLOP/s", f"Prefill on {machine(name)}, bf16 (in the bars: ratio to cuDNN)",
-                  label, "cuDNN")
+    rows = [r for r in rows if r["peer"] in ("cuDNN", "FlashAttention-2")
+            and r["case"]["dtype"] == "bf16" and not r["case"]["invariant"]]
+    figure = beside({"all keys": [r for r in rows if not r["case"]["causal"]],
+                     "causal": [r for r in rows if r["case"]["causal"]]}, 5.2, "TFLOP/s",
+                    lambda case: f"dim {case['dim']}, {sequences(case)}{short(case['kv_len'])} keys, {heads(case)}",
+                    "cuDNN")
+    if figure:
+        say(figure, f"Prefill on {machine(name)} has {ratios(rows, 'cuDNN')} of cuDNN's speed",
+            "bf16, without invariant; in the bars: ratio to cuDNN", rows)
+    return figure
 
 
 def decode(files):
-    """One new token; other dtypes, pages and windows (seeds_vs_longspan.py --sweep) have no peer."""
+    """One new token over pages of 16 keys; other pages, dtypes and windows have no peer."""
     common = {"dtype": "bf16", "kv_dtype": "bf16", "tokens": 1, "page": 16, "layout": "rows",
-              "table": "permuted", "window": 0, "invariant": False}
-    rows = [r for rows in files.values() for r in rows
-            if r["metric"] == "TB/s" and r["peer"] != "read ceiling"
-            and isinstance(r["case"]["kv_len"], int)  # not a batch of uneven lengths
-            and all(r["case"].get(key, value) == value for key, value in common.items())]
-    return beside({"pages of 16 in random order (cuDNN: contiguous)":
-                   [r for r in rows if "page" in r["case"]],
-                   "contiguous keys": [r for r in rows if "page" not in r["case"]]},
-                  4.6, "TB/s of keys and values",
-                  f"Decode on {machine(next(iter(files)))}, bf16 (in the bars: ratio to cuDNN)",
-                  lambda case: (f"{sequences(case)}{case['kv_len']:,} keys,\n"
-                                f"{heads(case)}{dim(case)}"), "cuDNN")
+              "table": "permuted", "window": 0}
+    (name, rows), = files.items()
+    rows = [r for r in rows if r["metric"] == "TB/s" and r["peer"]
+            and all(r["case"].get(key) == value for key, value in common.items())]
+    figure = beside({"": rows}, 4.9, "TB/s of keys and values",
+                    lambda case: f"{sequences(case)}{short(case['kv_len'])} keys, {heads(case)}", "cuDNN")
+    if figure:
+        say(figure, f"Decode over pages in random order has {ratios(rows, 'cuDNN')}\n"
+            "of cuDNN's speed on contiguous keys",
+            f"{machine(name)}, bf16, dim 128, pages of 16 keys;\nin the bars: ratio to cuDNN", rows)
+    return figure
 
 
 def chunked(files):
     (name, rows), = files.items()
-    rows = [r for r in rows if r["metric"] == "TFLOP/s" and r["case"]["page"] == 16
-            and r["case"]["dtype"] == r["case"].get("kv_dtype", "bf16") == "bf16"]
-    layouts = dict.fromkeys(r["case"]["layout"] for r in rows)
-    return beside({f"pages of 16, {layout}": [r for r in rows if r["case"]["layout"] == layout]
-                   for layout in layouts},
-                  4.8, "TFLOP/s",
-                  f"Chunked prefill on {machine(name)}, bf16 (in the bars: ratio to cuDNN)",
-                  lambda case: f"{sequences(case)}{case['tokens']:,} queries\non "
-                               f"{case['kv_len']:,} keys{dim(case)}", "cuDNN (two parts)")
+    rows = [r for r in rows if r["metric"] == "TFLOP/s" and r["peer"]
+            and r["case"]["page"] == 16 and r["case"]["layout"] == "rows"]
+    figure = beside({"": rows}, 5, "TFLOP/s",
+                    lambda case: f"{sequences(case)}{case['tokens']:,} queries\n"
+                                 f"on {case['kv_len']:,} keys", "cuDNN (two parts)")
+    if figure:
+        say(figure, f"Chunked prefill over pages runs {ratios(rows, 'seed (as shipped)')} times\n"
+            "as fast as the Triton kernel that serving engines ship",
+            f"{machine(name)}, bf16, {heads(rows[0]['case'])}, dim 128, pages of 16 keys;\n"
+            "in the bars: ratio to cuDNN", rows)
+    return figure
 
 
-def merge(files):
+def host(files):
+    """Causal prefill on one thread beside PyTorch."""
+    (_, rows), = files.items()
+    rows = [r for r in rows if r["metric"] == "TFLOP/s" and r["peer"] == "PyTorch"
+            and r["case"]["threads"] == 1 and r["case"]["causal"]]
+    kinds = {kind: sorted((r for r in rows if r["case"]["dtype"] == kind),
+                          key=lambda r: (r["case"]["dim"], r["case"]["kv_len"])) for kind in ("bf16", "fp32")}
+    figure = beside({f"{kind}{' (bf16_products)' * (kind == 'bf16')}": some for kind, some in kinds.items()},
+                    4.8, "TFLOP/s", lambda case: f"dim {case['dim']}, {case['kv_len']:,} tokens", "PyTorch")
+    if figure:
+        say(figure, "Causal prefill on one CPU thread has "
+            + ", ".join(f"{ratios(some, 'PyTorch')} of PyTorch's speed in {kind}"
+                        for kind, some in kinds.items() if some),
+            f"{rows[0]['machine']['cpu'].replace('(R)', '')}; {heads(rows[0]['case'])}; "
+            "in the bars: ratio to PyTorch", rows)
+    return figure
+
+
+def context_parallel(files):
+    """Replays of graphs: our fastest strategy beside the faster of PyTorch's two ways, by kernel."""
     (name, rows), = files.items()
-    rows = [r for r in rows if r["metric"] == "TB/s"]
-    return beside({f"{dtype} states": [r for r in rows if r["case"]["dtype"] == dtype]
-                   for dtype in dict.fromkeys(r["case"]["dtype"] for r in rows)},
-                  3.6, "TB/s read and written",
-                  f"Merge of two states on {machine(name)} (in the bars: ratio to a copy)",
-                  lambda case: f"{case['tokens']:,} tokens,\n{case['heads']} heads{dim(case)}",
-                  "copy")
+    best = {}
+    for r in rows:
+        if r["metric"] != "ms" or not r["peer"] or not r["case"].get("graph"):
+            continue
+        case = {key: value for key, value in r["case"].items() if key != "strategy"}
+        kernel = "PyTorch, " + r["peer"].rsplit(", ", 1)[1]
+        work = 2e-9 * case["heads"] * case["tokens"] ** 2 * case["dim"]
+        made = r | {"case": case, "peer": kernel, "ours": work / r["ours"], "peer_value": work / r["peer_value"]}
+        old = best.get((str(case), kernel))
+        if not old or old["peer_value"] < made["peer_value"]:
+            best[str(case), kernel] = made
+    rows = list(best.values())
+    figure = beside({"": rows}, 4.4, "TFLOP/s, of both GPUs",
+                    lambda case: f"{short(case['tokens'])} tokens, {heads(case)}", "PyTorch, cuDNN")
+    if figure:
+        say(figure, f"Context-parallel prefill runs {ratios(rows, 'PyTorch, cuDNN')} times\n"
+            "as fast as PyTorch's context_parallel over cuDNN",
+            f"{machine(name)}, bf16, causal, dim 128, in CUDA graphs;\nin the bars: ratio to PyTorch over cuDNN",
+            rows)
+    return figure
+
+
+def decode_step(files):
+    """Speed-up over keys, a curve for each number of GPUs, for the lengths that all have."""
+    points = {name: {r["case"]["kv_len"]: r for r in rows if grows(r)} for name, rows in files.items()}
+    points = {name: some for name, some in points.items() if some}
+    if not points:
+        return None
+    keys = sorted(set.intersection(*map(set, points.values())))
+    figure, (panel,) = sheet(1, 5.6, 4)
+    gains, rows = [], []
+    for (name, some), color in zip(points.items(), CURVES):
+        some = [some[n] for n in keys]
+        ranks = some[0]["case"]["ranks"]
+        speeds = [r["ours"] * ranks for r in some]
+        panel.axhline(ranks, color=color, linestyle="--", linewidth=1)
+        panel.plot(keys, speeds, color=color, marker="o", label=machine(name))
+        panel.annotate(f"{ranks} GPUs, ideal", (keys[-1], ranks), (0, 3), textcoords="offset points",
+                       ha="right", color=color, size=8)
+        for x, y in zip(keys, speeds):
+            panel.annotate(f"{y:.2f}", (x, y), (0, -13), textcoords="offset points", ha="center",
+                           color=color, size=8)
+        gains.append(f"{ranks} GPUs {speeds[-1]:.2f} times")
+        rows += some
+    case = rows[0]["case"]
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(keys, map(short, keys))
+    panel.minorticks_off()
+    panel.set(xlabel="keys of the sequence", ylabel="speed-up over one GPU",
+              ylim=(0, 1.08 * max(r["case"]["ranks"] for r in rows)))
+    panel.grid(color="0.9")
+    panel.legend(loc="lower right")
+    say(figure, f"The longer the cache, the nearer decode comes to ideal scaling:\n"
+        f"at {short(keys[-1])} keys {', '.join(gains)} as fast as one",
+        f"{case['dtype']}, {heads(case)}, dim {case['dim']}, one sequence,\none new token", rows)
+    return figure
+
+
+def grows(r):
+    """One sequence of 16-bit contiguous keys in strong scaling; lengths n, not n + 1."""
+    case = r["case"]
+    return (r["metric"] == "efficiency" and case["ranks"] > 1 and case["scaling"] == "strong" and case["batch"] == 1
+            and case.get("page", 0) == 0 and case.get("kv_dtype", case["dtype"]) == "bf16"
+            and case["kv_len"] % 128 != 1)
 
 
 def exchange(files):
-    """us added against KB of states; a marker says which variant ran. Pushed steps, whose peer is
-    another, are left to the tables."""
-    figure, panels = sheet(len(files), 1 + 3.9 * len(files), 3.9, sharey=True)
+    """us added against KB of states; a marker says which variant ran. Pushed steps have another peer."""
+    figure, panels = sheet(len(files), 1 + 3.9 * len(files), 4, sharey=True)
+    shown = []
     for panel, (name, rows) in zip(panels, files.items()):
-        rows = [r for r in rows if r["metric"] == "us added"]
+        rows = [r for r in rows if r["metric"] == "us added" and r["peer"]]
         size = {str(r["case"]): 4 * (r["case"]["dim"] + 2) * r["case"]["tokens"]
                 * r["case"]["heads"] / 1000 for r in rows}
         rows = sorted(rows, key=lambda r: size[str(r["case"])])
-        nccl = [r for r in rows if r["peer"]]
-        panel.plot([size[str(r["case"])] for r in nccl], [r["peer_value"] for r in nccl],
-                   color=ORANGE, marker="D", markersize=5, label="NCCL all_gather and merge")
-        ours = list({str(r["case"]): r for r in rows}.values())
-        panel.plot([size[str(r["case"])] for r in ours], [r["ours"] for r in ours], color=BLUE)
+        x = [size[str(r["case"])] for r in rows]
+        panel.plot(x, [r["peer_value"] for r in rows], color=ORANGE, marker="D", markersize=5,
+                   label="NCCL all_gather and merge")
+        panel.plot(x, [r["ours"] for r in rows], color=BLUE)
         for variant, mark in VARIANTS.items():
-            some = [r for r in ours if r["case"]["variant"] == variant]
+            some = [r for r in rows if r["case"]["variant"] == variant]
             if some:
                 panel.plot([size[str(r["case"])] for r in some], [r["ours"] for r in some], mark,
                            color=BLUE, label=f"longspan, {variant}")
-        goals = [r for r in rows if r["target"] is not None]
-        if goals:
-            marks(panel, [size[str(r["case"])] for r in goals], [r["target"] for r in goals])
         log2(panel, [16, 32, 64, 128, 256, 512, 1024, 2048])
         panel.set(title=machine(name), xlabel="states of a rank (KB)")
         panel.grid(color="0.9")
         panel.legend()
-    panels[0].set_ylabel("time added to the producer (us)")
-    figure.suptitle("Exchange and merge of states, dim 128, in a graph (less is better)", size=11)
+        shown += rows
+    panels[0].set_ylabel("time added (us, less is better)")
+    say(figure, f"One kernel exchanges states {span([r['ratio'] for r in shown])} times as fast as NCCL and a merge",
+        "dim 128, in a graph, added to the kernel that makes the states", shown)
     return figure
 
 
@@ -225,18 +307,14 @@ def curve_of(case):
 
 
 def scaling(files):
-    """Speed-ups are efficiency times ranks, so targets of efficiency can be shown with them."""
+    """Of bench/scale.py: speed-ups by ranks, and where the time goes."""
     (name, rows), = files.items()
-    rows = [r | {"curve": curve_of(r["case"])} for r in rows
-            if "scaling" in r["case"] and r["case"].get("kv_len", 0) % 128 != 1]  # n, not n + 1
+    rows = [r | {"curve": curve_of(r["case"])} for r in rows]
     points = [r for r in rows if r["metric"] == "efficiency"]
-    if not points:
-        return None
     kinds = list(dict.fromkeys(r["case"]["scaling"] for r in points))
     split = time_split([r for r in rows if r["case"]["scaling"] == kinds[0]])
     columns = len(kinds) + bool(split)
-    curves = len({str(r["curve"]) for r in points})
-    figure, panels = sheet(columns, 3.9 * columns, 3.6 + (0.1 * curves if curves > 4 else 0))
+    figure, panels = sheet(columns, 3.9 * columns, 3.9)
     for panel, kind in zip(panels, kinds):
         speed_ups(panel, kind, [r for r in points if r["case"]["scaling"] == kind])
         panel.sharey(panels[0])
@@ -245,14 +323,9 @@ def scaling(files):
     if split:
         stacks(panels[-1], split)
         panels[-1].set_title(f"{kinds[0]} scaling, {split[0]['curve']['keys']:,} keys")
-
-    varying = differences([r["curve"] for r in points])
     case = points[0]["case"]
-    texts = {"heads": heads(case), "dim": f"dim {case['dim']}", "dtype": case["dtype"],
-             "tokens": f"query rows: {points[0]['curve']['tokens']}"}
-    figure.suptitle(f"{'Decode' if points[0]['bench'] == 'decode_step' else 'longspan run'} on "
-                    f"{machine(name)}: "
-                    + ", ".join(text for key, text in texts.items() if key not in varying), size=11)
+    say(figure, f"Speed-up of longspan run on {machine(name)}",
+        f"{case['dtype']}, {heads(case)}, dim {case['dim']}, query rows: {points[0]['curve']['tokens']}", points)
     return figure
 
 
@@ -276,10 +349,6 @@ def speed_ups(panel, kind, points):
         panel.plot([r["case"]["ranks"] for r in some],
                    [r["ours"] * r["case"]["ranks"] for r in some], color=CURVES[i % len(CURVES)],
                    marker="osD^vXP"[i % 7], label=", ".join(text))
-    goals = [r for r in points if r["target"] is not None]
-    if goals:
-        marks(panel, [r["case"]["ranks"] for r in goals],
-              [r["target"] * r["case"]["ranks"] for r in goals])
     log2(panel, ranks)
     panel.set(title=f"{kind} scaling", xlabel="ranks", ylabel="speed-up")
     panel.grid(color="0.9")

@@ -48,7 +48,7 @@ def main():
         c = r["case"]
         print(f"{r['bench']:<8} {c['dtype']} kv {c['kv_dtype']:<5} page {c['page']:<3} "
               f"{c['layout']:<9} {c['tokens']:>4} x {c['kv_len']:<6} {r['ours']:>10.1f} "
-              f"{r['peer_value']:>10.1f} {r['ratio']:6.2f} {'' if r['met'] else 'NOT MET'}")
+              f"{r['peer_value']:>10.1f} {r['ratio']:6.2f} {'NOT MET' if r['met'] is False else ''}")
     for bench in BENCH.values():
         records.write(bench, args.machine, [r for r in found if r["bench"] == bench], args.results)
 

@@ -196,14 +196,14 @@ def main():
             print(f"{case['dtype']:<6} {case['dim']:>4} {case['kv_heads']:>3} {case['kv_len']:>7} "
                   f"{case['tokens']:>7} {case['threads']:>7} {'causal' if case['causal'] else 'full':<6}"
                   f"{r['ours']:9.3f} {r['peer_value']:9.3f} {r['ratio']:6.2f} {r['metric']:<8}"
-                  f"{r['peer']}{'' if r['met'] else '  NOT MET'}", flush=True)
+                  f"{r['peer']}{'  NOT MET' if r['met'] is False else ''}", flush=True)
         records.write("host", args.machine, found, args.results)
     for case in rank_cases() if args.only in (None, "ranks") else []:
         found = compare_ranks(args, case)
         for r in found:
             print(f"{case['dtype']:<6} {case['dim']:>4} {case['kv_len']:>7} keys {case['tokens']:>5} "
                   f"tokens {r['case']['ranks']} ranks {r['ours']:10.1f} us, one {r['peer_value']:10.1f} us "
-                  f"{r['ratio']:6.2f}{'' if r['met'] else '  NOT MET'}", flush=True)
+                  f"{r['ratio']:6.2f}{'  NOT MET' if r['met'] is False else ''}", flush=True)
         records.write("host", args.machine, found, args.results)
 
 

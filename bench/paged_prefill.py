@@ -60,7 +60,7 @@ class Group(prefill_runs.Group):
             yield (f"{case['batch']} x {case['tokens']:>4} new, {case['kv_len']:>6} keys, pages of "
                    f"{case['page']:>3}, {case['layout']:<9}{r['ours']:7.1f} | {r['peer']} "
                    f"{r['peer_value']:.1f} ratio {r['ratio']:.3f} of {r['target']:.2f}"
-                   f"{'' if r['met'] else ' NOT MET'}")
+                   f"{' NOT MET' if r['met'] is False else ''}")
 
 
 def main():

@@ -2,8 +2,8 @@
 """Draws the plots of the documentation from bench/results/*.jsonl, and from nothing else; or those
 of other records, beside them.
 
-    python3 bench/plot.py                                    every plot whose records are there
-    python3 bench/plot.py scale-cpu                          this one
+    python3 bench/plot.py                                    the plots that the documents show
+    python3 bench/plot.py best-cpu                           this one
     python3 bench/plot.py scale-cpu --results build/results  of your own records, to build/results
     python3 bench/plot.py --out folder                       to another place
     python3 bench/plot.py out.json                           of `longspan bench scale --json out.json`:
@@ -29,14 +29,18 @@ import strategy_figures
 PLOTS = [
     ("scale-*", ["scale-*"], figures.scaling),
     ("prefill-*", ["prefill-*"], figures.prefill),
-    ("decode-*", ["seeds-*", "decode-*"], figures.decode),
-    ("decode_step-*", ["decode_step-*"], figures.scaling),
+    ("decode-*", ["seeds-*"], figures.decode),
+    ("decode_step-*x2", ["decode_step-*x2", "decode_step-*x4", "decode_step-*x8"], figures.decode_step),
     ("chunked-*", ["chunked-*"], figures.chunked),
-    ("merge-*", ["merge-*"], figures.merge),
+    ("host-*", ["host-*"], figures.host),
+    ("context_parallel-*x2", ["context_parallel-*x2"], figures.context_parallel),
     ("exchange-*", ["exchange-*x2", "exchange-*x4", "exchange-*x8"], figures.exchange),
     ("strategies-*", ["strategies-*", "auto-*"], strategy_figures.strategies),
     ("best-*", ["strategies-*", "auto-*"], strategy_figures.best),
 ]
+# What the documents show, of the records in bench/results.
+SHOWN = ["prefill-h200", "chunked-h200", "decode-h200", "decode_step-h200x2", "context_parallel-h100x2", "host-cpu",
+         "exchange-h200", "best-h200x2", "best-cpu"]
 # Of a file of `longspan bench scale --json`: what follows its name, who draws it.
 OF_SCALE = [("", strategy_figures.strategies), ("-best", strategy_figures.best)]
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "longspan", "figure.constrained_layout.use": True,
@@ -102,8 +106,8 @@ def draw_scale(path, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: all), or files that "
-                        "`longspan bench scale --json` wrote")
+    parser.add_argument("name", nargs="*", help="plots such as scale-cpu (default: those of the documents; of other "
+                        "records all), or files that `longspan bench scale --json` wrote")
     parser.add_argument("--results", default=records.RESULTS, help="folder of the records")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the plots (default: docs for "
                         "the records of the documentation, else the folder of the records)")
@@ -111,8 +115,8 @@ def main():
     files = [pathlib.Path(name) for name in args.name if name.endswith(".json")]
     names = [name for name in args.name if not name.endswith(".json")]
     beside = args.out
+    ours = pathlib.Path(args.results).resolve() == records.RESULTS.resolve()
     if args.out is None:
-        ours = pathlib.Path(args.results).resolve() == records.RESULTS.resolve()
         args.out = records.ROOT / "docs" if ours else pathlib.Path(args.results)
     if importlib.util.find_spec("matplotlib") is None:
         sys.exit("bench/plot.py draws with matplotlib, which is not installed for this Python: "
@@ -120,7 +124,7 @@ def main():
     for path in files:
         draw_scale(path, beside or path.parent)
     found = sources(args.results) if names or not files else {}
-    for name in names or found:
+    for name in names or ([] if files else SHOWN if ours else found):
         if name not in found:
             sys.exit(f"{name}: {args.results} has no records for it; "
                      f"there are records for {', '.join(found) or 'no plot'}")

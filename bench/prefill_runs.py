@@ -73,7 +73,7 @@ class Group:
 def text(record):
     case = record["case"]
     asked = "" if record["target"] is None else f" of {record['target']:.2f}" + (
-        "" if record["met"] else " NOT MET")
+        " NOT MET" if record["met"] is False else "")
     feature = "".join(f" {name} {case[name]}" for name, none in
                       (("softcap", 0), ("alibi", "none"), ("window", 0), ("lengths", "equal"))
                       if case[name] != none)

@@ -145,7 +145,7 @@ class Row:
                 f"{self.speed(self.ours):7.1f}")
         for r in self.records():
             asked = "" if r["target"] is None else f" of {r['target']:.2f}" + (
-                "" if r["met"] else " NOT MET")
+                " NOT MET" if r["met"] is False else "")
             line += f" | {r['peer']} {r['peer_value']:.1f} ratio {r['ratio']:.3f}{asked}"
         spread = max(self.ours) / min(self.ours) - 1
         return [line + f" | rounds {len(self.ours)}, spread of ours {100 * spread:.1f} %"]

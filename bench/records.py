@@ -1,13 +1,17 @@
-"""Measured records: one JSON line per case in <bench>-<machine>.jsonl.
+"""Measured records: one JSON line per case in <bench>-<machine>.jsonl, and the same as a table for
+people in <bench>-<machine>.csv. bench/tables.py writes the tables anew.
 
 Whoever measures gets the records in a folder of their own, build/results. Those in bench/results are
 the project's: the README's and the docs' figures are generated from them and from nothing else, and
 `--results bench/results` writes there. A record says what was measured, against what, on which
 machine, and the command that measured it. A later measurement of the same case takes the place of
-the earlier one; a target that is not met stays, with met false.
+the earlier one. A target is the ratio, or the figure, that the project asked for before it measured:
+met says whether it was reached, and is null where there is none.
 """
 
+import csv
 import datetime
+import io
 import json
 import os
 import pathlib
@@ -19,6 +23,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"  # the project's
 OWN_RESULTS = ROOT / "build" / "results"
+FIGURES = ("metric", "ours", "peer", "peer_value", "ratio", "target", "met", "date", "commit")
 
 
 def add_arguments(parser):
@@ -36,7 +41,7 @@ def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None,
     below = less_is_better and ratio is None
     made = {"bench": bench, "case": case, "metric": metric, "ours": ours, "peer": peer,
             "peer_value": peer_value, "ratio": ratio, "target": target,
-            "met": target is None or (judged <= target if below else judged >= target),
+            "met": None if target is None else judged <= target if below else judged >= target,
             "date": datetime.date.today().isoformat(), "commit": commit(),
             "command": command or command_line()}
     return made | {"machine": machine} if machine else made
@@ -55,7 +60,19 @@ def write(bench, machine, records, folder=OWN_RESULTS, key=case_key):
     for old in read(path) + list(records):
         kept[key(old)] = old
     path.write_text("".join(json.dumps(r) + "\n" for r in kept.values()))
+    path.with_suffix(".csv").write_text(table(kept.values()))
     return path
+
+
+def table(rows):
+    """The records as CSV: a column for each word of a case. The command stands in the JSON line alone."""
+    rows = [{**r["case"], **{key: r[key] for key in FIGURES}} for r in rows]
+    made = io.StringIO()
+    writer = csv.DictWriter(made, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+                      for key, value in row.items()} for row in rows)
+    return made.getvalue()
 
 
 def read(path):

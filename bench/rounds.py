@@ -57,5 +57,5 @@ def take_turns(args, bench, items, heading):
     print(heading)
     for item in items if found else []:
         print("\n".join(item.lines()))
-    missed = [r for r in found if not r["met"]]
+    missed = [r for r in found if r["met"] is False]
     print(f"# {time.monotonic() - begin:.0f} s; {len(missed)} targets not met")

@@ -96,9 +96,9 @@ class Table:
                            peer_value=None if theirs is None else round(theirs, 3), ratio=ratio,
                            **how)
         self.records.setdefault(bench, []).append(r)
-        self.missed += not r["met"]
+        self.missed += r["met"] is False
         asked = "" if r["target"] is None else f"  target {r['target']}" + (
-            "" if r["met"] else " NOT MET")
+            " NOT MET" if r["met"] is False else "")
         beside = "" if peer is None else f" | {peer} {theirs:.3f} ratio {ratio:.2f}"
         shape = " ".join(str(v) for v in case.values())
         print(f"{bench:<8}{shape:<48}{ours:10.3f} {metric}{beside}{asked}", flush=True)

@@ -7,14 +7,14 @@ are drawn from records of bench/strategies.py, or from what `longspan bench scal
 """
 
 import figures
-from figures import GREEN, GREY, PHASES, PINK, SKY
+from figures import GREEN, GREY, PHASES, PINK, SKY, short
 
 # Colours that the phases of a run do not have. Wine is Paul Tol's, who chose for colour-blind eyes too.
 BLACK, WINE = "#000000", "#882255"
 COLORS = {"gather-states": BLACK, "gather-kv": GREEN, "ring-kv": PINK, "scatter-states": GREY,
           "ring-q": SKY, "heads": WINE}
 MARKERS = dict(zip(COLORS, "osD^vX"))
-ORDER = [*COLORS, "ideal", "target", *PHASES]  # of a legend
+ORDER = [*COLORS, "ideal", *PHASES]  # of a legend
 STAGES = ("prefill", "chunk", "decode")
 
 
@@ -39,19 +39,22 @@ def of_command(run):
     return [shape | {"phase": r["phase"], "ranks": r["ranks"], "strategy": r["strategy"],
                      "keys": r["kv_len"] // r["ranks"] if weak else r["kv_len"],
                      "efficiency": r["efficiency"], "time": r["time_ms"]["median"],
-                     "split": r["split"], "target": None, "chosen": r["chosen"]}
+                     "split": r["split"], "chosen": r["chosen"], "rival": True, "cores": None}
             for r in run["rows"] if not r["no"]]
 
 
 def of_records(files):
-    """The points of strategies-* and auto-*, which says what auto chose (the last that it says)."""
-    chosen, cases, found = {}, {}, []
+    """The points of strategies-* and auto-*, which says what auto chose (the last that it says), and which
+    is the fastest of those that it may take: a faster one gives other bits, and is no rival."""
+    chosen, fastest, cases, found = {}, {}, {}, []
     for name, rows in files.items():
         for r in rows:
             case = dict(r["case"])
             if name.startswith("auto-"):
                 strategy = case.pop("strategy")
                 chosen[str(case)] = strategy
+                if r["metric"] == "us":
+                    fastest[str(case)] = r["peer"].removeprefix("fastest: ")
             else:
                 cases.setdefault(str(case), {})[r["metric"]] = r
     for metrics in cases.values():
@@ -62,10 +65,12 @@ def of_records(files):
         strategy = point.pop("strategy")
         shares = {phase: metrics[f"{phase} share"]["ours"] for phase in PHASES if f"{phase} share" in metrics}
         found.append(point | {"strategy": strategy, "keys": point["kv_len"], "efficiency": r["ours"],
-                              "time": 1 / r["ours"], "split": shares, "target": r["target"],
+                              "time": 1 / r["ours"], "split": shares, "date": r["date"], "problem": str(point),
                               "chosen": chosen.get(str(point)) == strategy,
                               "cores": r.get("machine", {}).get("cores")})
-    return found
+    times = {p["problem"]: p["time"] for p in found if fastest.get(p["problem"]) == p["strategy"]}
+    return [p | {"rival": p["time"] > times.get(p["problem"], 0) or fastest.get(p["problem"]) == p["strategy"]}
+            for p in found]
 
 
 def points_of(files):
@@ -73,7 +78,7 @@ def points_of(files):
     name, first = next(iter(files.items()))
     if isinstance(first, dict):
         points, case = of_command(first), first["case"]
-        where = {"host": "processors", "cuda": "GPUs"}.get(first["backend"], first["backend"])
+        where = {"host": "a CPU", "cuda": "GPUs"}.get(first["backend"], first["backend"])
         where += f", {case['scaling']} scaling, {case['shard']}"
     else:
         points, where = of_records(files), figures.machine(name)
@@ -95,10 +100,6 @@ def keys_to_show(points):
     for p in points:
         ranks.setdefault(p["keys"], set()).add(p["ranks"])
     return max(ranks, key=lambda keys: (len(ranks[keys]), keys))
-
-
-def short(keys):
-    return f"{keys // 1024}K" if keys % 1024 == 0 else f"{keys:,}"
 
 
 def curves(panel, points, x, y, begin=()):
@@ -124,9 +125,6 @@ def speed_ups(panel, points):
 def efficiencies(panel, points, ranks):
     points = [p for p in points if p["ranks"] == ranks]
     curves(panel, points, "keys", lambda p: p["efficiency"])
-    goals = [p for p in points if p["target"] is not None]
-    if goals:
-        figures.marks(panel, [p["keys"] for p in goals], [p["target"] for p in goals])
     panel.set_xscale("log", base=2)
     keys = sorted({p["keys"] for p in points})
     panel.set_xticks(keys, [short(n) for n in keys])
@@ -182,7 +180,7 @@ def strategies(files):
         if columns == 3:
             splits(row[2], some, ranks)
     legend(figure, panels.flat, 6 if columns == 3 else 4)
-    figure.suptitle(f"Strategies on {what}, {figures.heads(points[0])}", size=11)
+    figures.say(figure, "How each strategy scales, and where its time goes", f"{what}, {figures.heads(points[0])}")
     return figure
 
 
@@ -193,31 +191,45 @@ def ink(color):
 
 
 def best(files):
-    """A map: which strategy is the fastest, with its efficiency, by keys and by phase, ranks and
-    heads; where auto chose another, what share of the fastest one's speed it has."""
+    """A map: which strategy is the fastest of those that auto may take, with its efficiency, by keys and
+    by phase, ranks and heads; where auto chose another, what share of the fastest one's speed it has."""
     points, what = points_of(files)
     if not points:
         return None
     several = len(set(map(pair, points))) > 1
     problems = {}
     for p in points:
-        name = f"{p['phase']}, {p['ranks']} ranks" + (f", {p['heads']}/{p['kv_heads']} heads" if several else "")
-        problems.setdefault((name, p["keys"]), []).append(p)
+        if p["rival"]:
+            problems.setdefault((problem(p, several), p["keys"]), []).append(p)
     keys, rows = sorted({p["keys"] for p in points}), list(dict.fromkeys(name for name, _ in problems))
-    figure, ((panel,),) = figures.grid(1, 1, 2.2 + 1.1 * max(4, len(keys)), 1.4 + 0.42 * len(rows))
+    figure, ((panel,),) = figures.grid(1, 1, 2.4 + 1.1 * max(4, len(keys)), 1.6 + 0.36 * len(rows))
+    shares = []
     for (name, size), some in problems.items():
         fastest = min(some, key=lambda p: p["time"])
         x, y, color = keys.index(size), rows.index(name), color_of(fastest["strategy"])
         panel.barh(y, 0.96, 0.92, left=x - 0.48, color=color, label=fastest["strategy"])
         words = ["" if fastest["efficiency"] is None else f"{fastest['efficiency']:.2f}"]
-        words += [f"{p['strategy']} {fastest['time'] / p['time']:.2f}" for p in some
-                  if p["chosen"] and p is not fastest]
+        taken = [(p["strategy"], fastest["time"] / p["time"]) for p in some if p["chosen"]]
+        words += [f"{strategy} {share:.2f}" for strategy, share in taken if strategy != fastest["strategy"]]
+        shares += [share for _, share in taken]
         panel.text(x, y, "\n".join(words).strip(), color=ink(color), ha="center", va="center", size=6.5)
     panel.set_xticks(range(len(keys)), map(short, keys))
     panel.set_yticks(range(len(rows)), rows)
     panel.set(xlim=(-0.5, len(keys) - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel="keys")
     panel.tick_params(length=0)
     legend(figure, [panel], 3)
-    figure.suptitle(f"The fastest strategy and its efficiency\n{what}\n"
-                    "(second line: what auto took instead, and its share of that speed)", size=9)
+    near = sum(share >= 0.95 for share in shares)
+    figures.say(figure, f"auto is within 5 % of the fastest strategy in {near} of {len(shares)} problems"
+                + (f",\nand never below {min(shares):.2f} of its speed" if near < len(shares) else ""),
+                f"{what}; colour: the fastest that auto may take, with its efficiency;\n"
+                "second line: what auto takes instead, and its share of that speed",
+                [p for p in points if "date" in p])
     return figure
+
+
+def problem(p, several):
+    """The name of a map's row; it says where ranks share cores."""
+    name = f"{p['phase']}, {p['ranks']} ranks"
+    if (p["cores"] or p["ranks"]) < p["ranks"]:
+        name += f" on {p['cores']} cores"
+    return name + (f", {p['heads']}/{p['kv_heads']} heads" if several else "")

@@ -151,7 +151,7 @@ def main():
                                   round(us, 1), peer="gloo", peer_value=round(peer, 1),
                                   ratio=round(peer / us, 3), target=TARGET, machine=machine)
             records.write("tcp", args.machine, [made], args.results)
-            missed += not made["met"]
+            missed += made["met"] is False
         gloo.end()
     print(f"# {missed} targets not met")
 

@@ -1,7 +1,9 @@
-"""The plots of the documentation are there and of the records that are there; what bench/figures.py
-draws is what the records say. The drawing itself needs matplotlib."""
+"""The plots of the documentation are there and of the records that are there, and so are the tables;
+what bench/figures.py draws is what the records say. The drawing itself needs matplotlib."""
 
+import csv
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -43,33 +45,58 @@ class Documents(unittest.TestCase):
         found, everything = plot.sources(), "".join(documents().values())
         plots = [path for path in (ROOT / "docs").glob("*.svg")
                  if "bench/plot.py" in path.read_text(encoding="utf-8")]
-        self.assertGreater(len(plots), 2)
+        self.assertEqual({path.stem for path in plots}, set(plot.SHOWN))
         for path in plots:
             self.assertIn(path.stem, found, "its records are gone")
             self.assertTrue(plot.stamp(found[path.stem][0]) in path.read_text(encoding="utf-8"),
                             f"{path.name} is of other records: python3 bench/plot.py {path.stem}")
             self.assertIn(path.name, everything, "no document shows it")
 
+    def test_every_table_is_of_the_records_that_are_here(self):
+        sources = list(records.RESULTS.glob("*.jsonl"))
+        self.assertEqual({path.stem for path in records.RESULTS.glob("*.csv")}, {path.stem for path in sources})
+        for path in sources:
+            self.assertTrue(path.with_suffix(".csv").read_text() == records.table(records.read(path)),
+                            f"{path.stem}.csv is of other records: python3 bench/tables.py")
 
-def beside(bench, metric, cases, peers):
+    def test_a_table_has_every_record_and_says_met_only_of_a_target(self):
+        rows = [records.record("try", {"ranks": 2}, "us", 5.0, target=6.0, less_is_better=True),
+                records.record("try", {"ranks": 2, "page": 16}, "us", 7.0),
+                records.record("try", {"ranks": 4}, "us", 7.0, target=6.0, less_is_better=True)]
+        table = list(csv.DictReader(io.StringIO(records.table(rows))))
+        self.assertEqual([(row["ranks"], row["page"], row["ours"], row["met"]) for row in table],
+                         [("2", "", "5.0", "yes"), ("2", "16", "7.0", ""), ("4", "", "7.0", "no")])
+
+
+def beside(bench, metric, cases, peers, **more):
     """Invented records: each case beside each peer, and alone with a target."""
     rows = []
     for case in cases:
         ours = random.uniform(1, 9)
-        rows.append(records.record(bench, SHAPE | case, metric, ours, target=random.uniform(1, 9)))
+        rows.append(records.record(bench, SHAPE | case, metric, ours, target=random.uniform(1, 9), **more))
         for peer in peers:
             theirs = random.uniform(1, 9)
             rows.append(records.record(bench, SHAPE | case, metric, ours, peer=peer,
                                        peer_value=theirs, ratio=ours / theirs,
-                                       target=random.choice([None, 0.9])))
+                                       target=random.choice([None, 0.9]), **more))
     return rows
 
 
-def scales(bench="scale", phases=("attend", "exchange", "merge")):
-    rows = []
+def ways():
+    """Of context-parallel prefill: two ways of PyTorch's, each over two kernels, in graphs and without."""
+    return [records.record("context_parallel", {"heads": 16, "kv_heads": 16, "dim": 128, "tokens": tokens,
+                                                "strategy": "heads"} | graph, "ms", 2.0,
+                           peer=f"PyTorch {way}, {kernel}", peer_value=theirs, ratio=theirs / 2)
+            for tokens in (8192, 32768) for graph in ({}, {"graph": True})
+            for way, kernel, theirs in (("allgather", "cuDNN", 3.0), ("alltoall", "cuDNN", 2.5),
+                                        ("allgather", "FlashAttention-2", 5.0), ("alltoall", "FlashAttention-2", 6.0))]
+
+
+def scales(bench="scale", phases=("attend", "exchange", "merge"), ranks=(1, 2, 4), sizes=(4096, 65536)):
+    rows, of_ranks = [], ranks
     for kind in ("strong", "weak"):
-        for size in (4096, 65536):
-            for ranks in (1, 2, 4):
+        for size in sizes:
+            for ranks in of_ranks:
                 case = SHAPE | {"ranks": ranks, "scaling": kind,
                                 "kv_len": size * ranks if kind == "weak" else size}
                 rows += [records.record(bench, case, "us", random.uniform(50, 90)),
@@ -107,15 +134,18 @@ def strategies():
                 "heads": 8, "kv_heads": kv_heads, "dim": 64, "dtype": "fp32", "causal": True}
         for name in NAMES:
             mine = case | {"strategy": name}
-            goal = 0.9 if (name, ranks, keys) == ("heads", 2, 4096) else None
-            measured.append(records.record("strategies", mine, "efficiency", random.uniform(0.1, 1), target=goal,
+            measured.append(records.record("strategies", mine, "efficiency", random.uniform(0.1, 1),
                                            machine={"cores": 2}))
             measured += [records.record("strategies", mine, f"{phase} share", share)
                          for phase, share in zip(PHASES, (0.5, 0.25, 0.25))]
             measured.append(records.record("strategies", mine, "received bytes", 1.0, peer="formula",
                                            peer_value=1.0, ratio=1.0))
-        auto.append(records.record("auto", case | {"strategy": random.choice(NAMES)}, "us", 5.0,
-                                   peer="fastest: heads", peer_value=4.0, ratio=0.8, target=0.95))
+        some = {r["case"]["strategy"]: r["ours"] for r in measured if r["metric"] == "efficiency"
+                and r["case"] | {"strategy": ""} == case | {"strategy": ""}}
+        some.pop("ring-kv")  # which has other bits, so auto may not take it
+        fastest = max(some, key=some.get)
+        auto.append(records.record("auto", case | {"strategy": random.choice(list(some))}, "us", 5.0,
+                                   peer=f"fastest: {fastest}", peer_value=4.0, ratio=0.8, target=0.95))
     return measured, auto
 
 
@@ -142,22 +172,24 @@ def scale_json(ranks=(1, 2, 4), weak=False):
 
 def invented():
     measured, auto = strategies()
+    lone = {"window": 0, "kv_dtype": "bf16", "table": "permuted", "layout": "rows", "page": 16}
     masks = [{"causal": causal, "invariant": invariant, "kv_len": kv, "tokens": kv}
              for causal in (False, True) for invariant in (True, False) for kv in (4096, 16384)]
     pages = [{"page": 16, "layout": layout, "kv_len": kv, "tokens": 512}
              for layout in ("rows", "x-packed") for kv in (8704, 33280)]
-    states = [{"tokens": tokens, "dtype": dtype} for dtype in ("bf16", "fp32")
-              for tokens in (256, 4096)]
+    threads = [{"causal": True, "threads": 1, "kv_len": kv, "dtype": dtype} for dtype in ("bf16", "fp32")
+               for kv in (4096, 16384)]
     decode = [{"kv_len": kv, "batch": batch} for kv, batch in ((4096, 32), (131072, 1))]
     return {"scale-cpu": scales(phases=()), "scale-h200x4": scales(),
             "prefill-h200": beside("prefill", "TFLOP/s", masks, ["cuDNN", "FlashAttention-2"]),
-            "decode-h200": beside("decode", "TB/s", decode, ["cuDNN", "FlashAttention-2"]),
-            "decode_step-h200x8": scales("decode_step", ("append", "attend", "exchange")),
-            "seeds-h200": beside("seeds", "TB/s", [case | {"page": 16} for case in decode],
+            "decode_step-h200x2": scales("decode_step", ranks=(1, 2)),
+            "decode_step-h200x4": scales("decode_step", sizes=(4096, 65536, 2 ** 20)),
+            "seeds-h200": beside("seeds", "TB/s", [case | lone for case in decode],
                                  ["seed (as shipped)", "seed (best)", "cuDNN"]),
             "seeds-cpu": beside("seeds", "us", decode, ["longspan, contiguous keys"]),
-            "chunked-h200": beside("chunked", "TFLOP/s", pages, ["cuDNN (two parts)"]),
-            "merge-h200": beside("merge", "TB/s", states, ["copy", "seed (as shipped)"]),
+            "chunked-h200": beside("chunked", "TFLOP/s", pages, ["cuDNN (two parts)", "seed (as shipped)"]),
+            "host-cpu": beside("host", "TFLOP/s", threads, ["PyTorch"], machine={"cpu": "a CPU", "cores": 2}),
+            "context_parallel-h200x2": ways(),
             "exchange-h200x2": exchanges(2), "exchange-h200x4": exchanges(4),
             "strategies-cpu": measured, "auto-cpu": auto}
 
@@ -197,24 +229,24 @@ class Plots(InFolder):
             self.assertEqual(done.returncode, 0, done.stderr)
         drawn = {path.stem: path.read_bytes() for path in (self.folder / "one").iterdir()}
         self.assertEqual(set(drawn), {"scale-cpu", "scale-h200x4", "prefill-h200", "decode-h200",
-                                      "decode_step-h200x8", "chunked-h200", "merge-h200",
-                                      "exchange-h200", "strategies-cpu", "best-cpu"})
+                                      "decode_step-h200x2", "chunked-h200", "host-cpu",
+                                      "context_parallel-h200x2", "exchange-h200", "strategies-cpu", "best-cpu"})
         found = plot.sources(self.folder / "results")
         for name, text in drawn.items():
             self.assertEqual(text, (self.folder / "two" / f"{name}.svg").read_bytes(), name)
             root = xml.etree.ElementTree.fromstring(text)
             words = " ".join("".join(part.itertext()) for part in root.iter() if "text" in part.tag)
-            self.assertIn("processors" if name.endswith("-cpu") else "H200", words)
+            self.assertIn("CPU" if name.endswith("-cpu") else "H200", words)
             self.assertIn(plot.stamp(found[name][0]).encode(), text)
             self.assertNotIn(b"nan", text)
 
     @DRAWS
     def test_names(self):
-        done = self.start("merge-h200", "--out", self.folder / "out")
+        done = self.start("chunked-h200", "--out", self.folder / "out")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual([path.name for path in (self.folder / "out").iterdir()],
-                         ["merge-h200.svg"])
-        for name, word in (("merge-moon", "merge-h200"), ("decode-cpu", "nothing")):
+                         ["chunked-h200.svg"])
+        for name, word in (("chunked-moon", "chunked-h200"), ("decode-cpu", "nothing")):
             done = self.start(name, "--out", self.folder / "out")
             self.assertEqual(done.returncode, 1)
             self.assertIn(word, done.stderr)
@@ -276,19 +308,34 @@ class Figures(unittest.TestCase):
 
     def test_bars(self):
         rows = invented()["chunked-h200"]
-        panels = self.panels(figures.chunked, chunked_h200=rows)
-        for panel, layout in zip(panels, ("rows", "x-packed"), strict=True):
-            mine = [r for r in rows if r["case"]["layout"] == layout]
-            pairs = [(mine[i], mine[i + 1]) for i in range(0, len(mine), 2)]
-            self.assertEqual([bar.get_width() for bar in panel.patches],
-                             [speed for alone, peer in pairs
-                              for speed in (peer["ours"], peer["peer_value"])])
-            goals = [max(alone["target"], (peer["target"] or 0) * peer["peer_value"])
-                     for alone, peer in pairs]
-            self.assertEqual([float(mark.get_segments()[0][0][0]) for mark in panel.collections],
-                             goals)
-            self.assertEqual([text.get_text() for text in panel.texts],
-                             [f"{peer['ratio']:.2f}" for _, peer in pairs])
+        panel, = self.panels(figures.chunked, chunked_h200=rows)
+        mine = [r for r in rows if r["case"]["layout"] == "rows" and r["peer"]]
+        pairs = list(zip(mine[::2], mine[1::2]))
+        self.assertEqual([bar.get_width() for bar in panel.patches],
+                         [speed for one, two in pairs for speed in (one["ours"], one["peer_value"], two["peer_value"])])
+        self.assertEqual([text.get_text() for text in panel.texts], [f"{one['ratio']:.2f}" for one, _ in pairs])
+
+    def test_the_title_says_the_range_that_the_bars_have(self):
+        rows = invented()["prefill-h200"]
+        ratios = [r["ratio"] for r in rows if r["peer"] == "cuDNN" and not r["case"]["invariant"]]
+        figure = figures.prefill({"prefill-h200": rows})
+        shown = [float(text.get_text()) for panel in figure.axes for text in panel.texts]
+        self.assertEqual(sorted(shown), sorted(round(ratio, 2) for ratio in ratios))
+        self.assertIn(f"one H200 has {figures.span(ratios)} of cuDNN's speed", figure.get_suptitle())
+
+    def test_decode_step(self):
+        files = {name: invented()[name] for name in ("decode_step-h200x2", "decode_step-h200x4")}
+        panel, = figures.decode_step(files).axes
+        for name, ranks in (("2 H200s", 2), ("4 H200s", 4)):  # 1M keys, which only one has, are left out
+            mine = {r["case"]["kv_len"]: ranks * r["ours"] for r in files[f"decode_step-h200x{ranks}"]
+                    if r["metric"] == "efficiency" and r["case"]["scaling"] == "strong" and r["case"]["ranks"] == ranks}
+            self.assertEqual(lines(panel, name), [(keys, mine[keys]) for keys in (4096, 65536)])
+
+    def test_context_parallel(self):
+        panel, = self.panels(figures.context_parallel, context_parallel_h200x2=ways())
+        work = [2e-9 * 16 * tokens ** 2 * 128 for tokens in (8192, 32768)]  # in graphs, of the faster way
+        self.assertEqual([bar.get_width() for bar in panel.patches],
+                         [flops / ms for flops in work for ms in (2.0, 2.5, 5.0)])
 
     def test_scaling(self):
         rows = scales("scale")
@@ -299,9 +346,6 @@ class Figures(unittest.TestCase):
             speed = {ranks: ranks * r["ours"] for r in mine if (ranks := r["case"]["ranks"])
                      and r["case"]["kv_len"] == (65536 * ranks if kind == "weak" else 65536)}
             self.assertEqual(lines(panel, label), sorted(speed.items()))
-            self.assertEqual(lines(panel, "target"),
-                             [(r["case"]["ranks"], 0.9 * r["case"]["ranks"]) for r in mine
-                              if r["target"]])
         value = {(r["case"]["ranks"], r["metric"]): r["ours"] for r in rows
                  if r["case"]["scaling"] == "strong" and r["case"]["kv_len"] == 65536}
         times = [value[ranks, "us"] * value[ranks, f"{phase} share"] / 1000
@@ -319,7 +363,6 @@ class Figures(unittest.TestCase):
             self.assertEqual(lines(panel, "NCCL all_gather and merge"),
                              list(zip(sizes, (3.0, 12.0, 48.0))))
             self.assertEqual(lines(panel, "longspan, two-trips"), [(sizes[2], 32.0)])
-            self.assertEqual(lines(panel, "target"), list(zip(sizes, (1.5, 6.0, 24.0))))
 
     def test_strategies_of_records(self):
         rows, auto = strategies()
@@ -333,7 +376,6 @@ class Figures(unittest.TestCase):
             for name in NAMES:
                 self.assertEqual(lines(speed, name), [(1, 1), *((n, n * mine[name, n, 16384]) for n in (2, 4))])
                 self.assertEqual(lines(efficiency, name), [(n, mine[name, 2, n]) for n in (4096, 16384)])
-            self.assertEqual(lines(efficiency, "target"), [(4096, 0.9)])  # of two ranks, which have a core each
             self.assertEqual([bar.get_width() for bar in split.patches], 6 * [50] + 12 * [25])
         without = [r for r in rows if not r["metric"].endswith("share")]
         self.assertEqual(len(self.panels(strategy_figures.strategies, strategies_cpu=without)), 4)
@@ -357,8 +399,10 @@ class Figures(unittest.TestCase):
             case = choice["case"]
             some = {r["case"]["strategy"]: r["ours"] for r in rows if r["metric"] == "efficiency"
                     and r["case"] | {"strategy": ""} == case | {"strategy": ""}}
-            name = max(some, key=some.get)
-            cell = (f"{case['phase']}, {case['ranks']} ranks, 8/{case['kv_heads']} heads", f"{case['kv_len'] // 1024}K")
+            some.pop("ring-kv")
+            name, cores = max(some, key=some.get), " on 2 cores" * (case["ranks"] == 4)
+            cell = (f"{case['phase']}, {case['ranks']} ranks{cores}, 8/{case['kv_heads']} heads",
+                    f"{case['kv_len'] // 1024}K")
             self.assertEqual(fills[cell], colors.to_rgba(strategy_figures.COLORS[name]))
             taken = case["strategy"]
             self.assertEqual(texts[cell], f"{some[name]:.2f}" + (

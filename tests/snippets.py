@@ -117,8 +117,6 @@ def records(what):
                             if cell(rows[0]["case"][key])) + "\n\n"
     figures = ["ours", "peer_value", "ratio", "target", "met"]
     figures = [key for key in figures if any(row[key] is not None for row in rows)]
-    if all(row["target"] is None for row in rows):
-        figures.remove("met")
     head = [*columns, *(key.replace("peer_value", "theirs") for key in figures)]
     text += "| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|\n"
     for row in rows:

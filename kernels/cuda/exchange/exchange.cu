@@ -251,7 +251,7 @@ std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks) {
   return static_cast<std::size_t>(PeerBufferLayout{rows, dim, ranks}.total());
 }
 
-// On two H200s (docs/performance-exchange.md) the bytes and merges that the second trip saves pay
+// On two H200s (docs/notes/exchange.md) the bytes and merges that the second trip saves pay
 // for it from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For
 // other numbers of ranks this follows from four and from the bytes, and is to be measured: one trip
 // sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits

@@ -20,7 +20,7 @@ struct TileShape {
   bool ping_pong;  // consumers take turns at the tensor cores instead of finding their own rhythm
 };
 
-/// docs/performance-prefill.md says what each choice gave.
+/// docs/notes/hopper-prefill.md says what each choice gave.
 inline constexpr TileShape kDim64{.dim = 64, .consumers = 3, .keys = 128, .ping_pong = true};
 inline constexpr TileShape kDim80{.dim = 80, .consumers = 3, .keys = 112, .ping_pong = true};
 inline constexpr TileShape kDim96{.dim = 96, .consumers = 2, .keys = 160, .ping_pong = false};

@@ -39,7 +39,7 @@ seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh long; }
 
 malformed() {
   local end=$((SECONDS + 60 * minutes)) failed=0
-  preset asan unit_tests || return
+  preset asan unit_malformed_{calls,layer,states,reshard}_test || return
   while [ "$SECONDS" -lt "$end" ]; do # a program says its seed; LONGSPAN_TEST_SEED repeats it
     ctest --preset asan -R '^unit\.malformed_' --parallel "$jobs" || failed=1
   done

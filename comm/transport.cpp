@@ -53,13 +53,6 @@ std::uint64_t Transport::received_bytes() const {
   return all;
 }
 
-Collective Transport::from_root(void* data, std::size_t bytes, int root) const {
-  if (root < 0 || root >= size())
-    throw UsageError(fmt::format(
-        "A broadcast from rank {} was asked for, but the ranks are 0 to {}.", root, size() - 1));
-  return {.kind = Collective::broadcast, .send = data, .recv = data, .bytes = bytes, .place = root};
-}
-
 Collective Transport::sum_of(const void* send, void* recv, std::size_t count, DType dtype) {
   if (dtype != fp32 && dtype != fp16 && dtype != bf16)
     throw Unsupported(fmt::format(

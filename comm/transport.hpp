@@ -44,13 +44,13 @@ Transport& transport_of(const Communicator& communicator);
 
 /// What one data collective moves.
 struct Collective {
-  enum Kind : std::uint8_t { all_gather, all_to_all, shift, reduce_scatter, broadcast };
+  enum Kind : std::uint8_t { all_gather, all_to_all, shift, reduce_scatter };
   Kind kind = all_gather;
   const void* send = nullptr;
   void* recv = nullptr;
   std::size_t bytes = 0;             // from one rank to one rank; of a shift, what is sent
   std::size_t received = 0;          // of a shift
-  int place = 0;                     // the distance of a shift; the root of a broadcast
+  int place = 0;                     // the distance of a shift
   DType dtype = fp32;                // of what a reduce_scatter adds
   std::uint64_t* digests = nullptr;  // of an all_gather or all_to_all
 };
@@ -176,6 +176,16 @@ class Transport : public std::enable_shared_from_this<Transport> {
                  stream, step);
   }
 
+  /// Compares the digests of all ranks, as an all_gather of no data does; nothing where they are
+  /// null.
+  void compare(std::uint64_t* digests, Stream stream, const char* step) {
+    if (digests != nullptr) all_gather(nullptr, nullptr, 0, stream, step, digests);
+  }
+  [[nodiscard]] Transfer start_compare(std::uint64_t* digests, Stream stream, const char* step) {
+    return digests == nullptr ? Transfer()
+                              : start_all_gather(nullptr, nullptr, 0, stream, step, digests);
+  }
+
   /// recv[p] = send[rank] of rank p; both are [size, bytes]. `digests` is as in all_gather.
   void all_to_all(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* digests = nullptr) {
@@ -251,15 +261,6 @@ class Transport : public std::enable_shared_from_this<Transport> {
   [[nodiscard]] Transfer start_reduce_scatter(const void* send, void* recv, std::size_t count,
                                               DType dtype, Stream stream, const char* step) {
     return begin(sum_of(send, recv, count, dtype), stream, step);
-  }
-
-  /// Sends data [bytes] of rank `root` to all ranks. The root's is read, the others' is written.
-  void broadcast(void* data, std::size_t bytes, int root, Stream stream, const char* step) {
-    run(from_root(data, bytes, root), stream, step);
-  }
-  [[nodiscard]] Transfer start_broadcast(void* data, std::size_t bytes, int root, Stream stream,
-                                         const char* step) {
-    return begin(from_root(data, bytes, root), stream, step);
   }
 
   /// Makes a communicator of the ranks that name the same color, ordered by key, and by rank where
@@ -386,11 +387,10 @@ class Transport : public std::enable_shared_from_this<Transport> {
     const int number = start(collective, stream, step);
     return {std::move(self), number};
   }
-  /// Throw UsageError and Unsupported for a root and a type that there is not, and for a rank that
-  /// is to receive from itself more or less than it sends.
+  /// Throw UsageError for a rank that is to receive from itself more or less than it sends, and
+  /// Unsupported for a type that there is not.
   Collective shift_of(const void* send, std::size_t sent, void* recv, std::size_t received,
                       int distance) const;
-  Collective from_root(void* data, std::size_t bytes, int root) const;
   static Collective sum_of(const void* send, void* recv, std::size_t count, DType dtype);
 
   std::uint64_t received_bytes_ = 0;

@@ -280,15 +280,6 @@ class MpiTransport final : public ControlledTransport {
         for_peers([&](int p) { send(open, staged + p * bytes, bytes, p); });
         break;
       }
-      case Collective::broadcast: {
-        if (rank() != collective.place) {
-          receive(open, collective.recv, bytes, collective.place);
-          break;
-        }
-        const std::byte* staged = stage(open, bytes);
-        for_peers([&](int p) { send(open, staged, bytes, p); });
-        break;
-      }
     }
     open.left = open.requests.size();
     open.statuses.resize(open.requests.size());

@@ -294,15 +294,8 @@ class NcclTransport final : public ControlledTransport {
   }
 
   std::size_t bytes_from_others(const Collective& collective) const {
-    const auto others = static_cast<std::size_t>(size() - 1);
-    switch (collective.kind) {
-      case Collective::shift:
-        return 0;  // to itself
-      case Collective::broadcast:
-        return rank() == collective.place ? 0 : collective.bytes;
-      default:
-        return others * collective.bytes;
-    }
+    if (collective.kind == Collective::shift) return 0;  // to itself
+    return static_cast<std::size_t>(size() - 1) * collective.bytes;
   }
 
   /// Calls NCCL. For calls in a group, an error comes out at its end.
@@ -336,9 +329,6 @@ class NcclTransport final : public ControlledTransport {
         return ncclReduceScatter(collective.send, collective.recv,
                                  bytes / size_of(collective.dtype), nccl_type(collective.dtype),
                                  ncclSum, comm, stream);
-      case Collective::broadcast:
-        return ncclBroadcast(collective.send, collective.recv, bytes, ncclInt8, collective.place,
-                             comm, stream);
     }
     return ncclInvalidUsage;
   }

@@ -209,13 +209,6 @@ class TcpTransport final : public ControlledTransport {
         for_peers([&](int p) { send(open, at(collective.send, p * bytes), p); });
         break;
       }
-      case Collective::broadcast: {
-        if (rank() != collective.place)
-          receive(open, at(collective.recv, 0), collective.place);
-        else
-          for_peers([&](int p) { send(open, at(collective.send, 0), p); });
-        break;
-      }
     }
     for (Mesh::Part& part : open.parts) mesh_->post(part);
   }

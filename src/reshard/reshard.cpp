@@ -163,8 +163,8 @@ struct Reshard::Impl {
     if (world.size() == 1) return unpack(0, to, {}, stream);
     const AgreedRuns::Begun begun = agreed->begin({}, stream);
     kernels->say(begun.say, stream);
-    comm::Transfer word = comm::transport_of(world).start_all_gather(nullptr, nullptr, 0, stream,
-                                                                     steps[0].c_str(), begun.said);
+    comm::Transfer word =
+        comm::transport_of(world).start_compare(begun.said, stream, steps[0].c_str());
     for (int d = 1; d < world.size(); ++d) start_transfer(d, stream);
     word.wait(stream);
     unpack(0, to, begun.headers, stream);

@@ -257,22 +257,19 @@ TEST_F(NcclTransportTest, EveryCollectiveAtOnceAndStarted) {
         const int size = world.size();
         for (const bool at_once : {true, false}) {
           const float mine = 10.0f + static_cast<float>(rank);
-          std::vector<float> all(3, -1), send(3), got(3, -1), shifted(1, -1), sum(1, -1),
-              one(1, mine);
+          std::vector<float> all(3, -1), send(3), got(3, -1), shifted(1, -1), sum(1, -1);
           for (int p = 0; p < size; ++p) send[p] = mine * static_cast<float>(p + 1);
           if (at_once) {
             world.all_gather(&mine, all.data(), sizeof mine, {}, "all gather");
             world.all_to_all(send.data(), got.data(), sizeof mine, {}, "all to all");
             world.shift(&mine, shifted.data(), sizeof mine, 1, {}, "shift");
             world.reduce_scatter(send.data(), sum.data(), 1, fp32, {}, "sum");
-            world.broadcast(one.data(), sizeof mine, 2, {}, "broadcast");
           } else {
             std::vector<Transfer> open;
             open.push_back(world.start_all_gather(&mine, all.data(), sizeof mine, {}, "a"));
             open.push_back(world.start_all_to_all(send.data(), got.data(), sizeof mine, {}, "b"));
             open.push_back(world.start_shift(&mine, shifted.data(), sizeof mine, 1, {}, "c"));
             open.push_back(world.start_reduce_scatter(send.data(), sum.data(), 1, fp32, {}, "d"));
-            open.push_back(world.start_broadcast(one.data(), sizeof mine, 2, {}, "e"));
             for (std::size_t i = open.size(); i-- > 0;) {
               EXPECT_TRUE(open[i].test());
               if (i != 2) open[i].wait({});  // one that nobody waits for
@@ -284,7 +281,6 @@ TEST_F(NcclTransportTest, EveryCollectiveAtOnceAndStarted) {
             EXPECT_EQ(got[p], (10.0f + static_cast<float>(p)) * static_cast<float>(rank + 1));
           EXPECT_EQ(shifted[0], 10.0f + static_cast<float>((rank + size - 1) % size));
           EXPECT_EQ(sum[0], 33.0f * static_cast<float>(rank + 1));
-          EXPECT_EQ(one[0], 12.0f);
         }
       },
       std::chrono::seconds(20), 3);
@@ -537,7 +533,8 @@ TEST_F(NcclTransportTest, SplitsIntoPartsWithTheirOwnCommunicators) {
           world.all_gather(&rank, got, sizeof rank, {}, "all");
           EXPECT_EQ(got[4], 4);
         }
-        EXPECT_THROW(world.split(0, 0)->broadcast(nullptr, 0, kAll, {}, "no root"), UsageError);
+        EXPECT_THROW(world.split(0, 0)->shift(nullptr, 0, nullptr, 1, kAll, {}, "to itself"),
+                     UsageError);
         all_ranks.meet(rank, "");
       },
       std::chrono::seconds(20), kAll);

@@ -221,8 +221,6 @@ TEST(Collectives, CountWhatTheyReceive) {
   expect_more(30 * others, "all_to_all");
   transport.reduce_scatter(send.data(), got.data(), 25, fp32, {}, "sum");
   expect_more(100 * others, "reduce_scatter");
-  transport.broadcast(got.data(), 50, size - 1, {}, "broadcast");
-  expect_more(rank == size - 1 ? 0 : 50, "broadcast");
   transport.shift(send.data(), got.data(), 77, size, {}, "shift");
   expect_more(0, "a shift to itself");
   // The sizes are those of the sender: 10 for each number of its rank.
@@ -315,21 +313,6 @@ TEST(Collectives, ASumKeepsInfinityAndNaN) {
   }
 }
 
-TEST(Collectives, BroadcastFromEveryRoot) {
-  const Communicator world = host_world();
-  const std::uint64_t seed = shared_seed(world);
-  for (int root = 0; root < world.size(); ++root)
-    for (std::size_t bytes : kSizes) {
-      Bytes data = world.rank() == root ? message(seed, root, 0, bytes) : poison(bytes);
-      comm::transport_of(world).broadcast(data.data(), bytes, root, {}, "broadcast");
-      EXPECT_TRUE(data == message(seed, root, 0, bytes)) << root << " " << bytes;
-    }
-  int value = 0;
-  EXPECT_THROW(comm::transport_of(world).broadcast(&value, 4, world.size(), {}, "no root"),
-               UsageError);
-  world.barrier("the communicator lives on");
-}
-
 /// A transfer of some collective, with what it must bring.
 struct Started {
   Bytes send, got, expected;
@@ -343,7 +326,7 @@ std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed
   comm::Transport& transport = comm::transport_of(world);
   const int size = world.size(), rank = world.rank();
   seed += 1000 * number;
-  switch (number % 5) {
+  switch (number % 4) {
     case 0:
       one->send = message(seed, rank, 0, bytes);
       for (int p = 0; p < size; ++p) append(one->expected, message(seed, p, 0, bytes));
@@ -369,7 +352,7 @@ std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed
           transport.start_shift(one->send.data(), one->got.data(), bytes, distance, {}, "shift");
       break;
     }
-    case 3: {
+    default: {
       const std::size_t count = bytes / sizeof(float);
       std::vector<float> sum(count);
       for (int p = 0; p < size; ++p) {
@@ -381,13 +364,6 @@ std::unique_ptr<Started> start_one(const Communicator& world, std::uint64_t seed
       one->got = poison(one->expected.size());
       one->transfer =
           transport.start_reduce_scatter(one->send.data(), one->got.data(), count, fp32, {}, "sum");
-      break;
-    }
-    default: {
-      const int root = number % size;
-      one->expected = message(seed, root, 0, bytes);
-      one->got = rank == root ? one->expected : poison(bytes);
-      one->transfer = transport.start_broadcast(one->got.data(), bytes, root, {}, "broadcast");
     }
   }
   return one;
@@ -418,14 +394,16 @@ TEST(Started, EndInAnyOrderOnEveryRank) {
 /// The others come to the gather when they have the data, which is more than a connection holds.
 TEST(Started, GoOnWhileAGatherWaits) {
   const Communicator world = host_world();
-  std::vector<std::byte> data(std::size_t{24} << 20,
-                              std::byte{static_cast<unsigned char>(world.rank() == 0 ? 7 : 0)});
-  auto transfer =
-      comm::transport_of(world).start_broadcast(data.data(), data.size(), 0, {}, "broadcast");
-  if (world.rank() > 0) transfer.wait({});
-  world.barrier("behind the broadcast");
+  const std::size_t bytes = std::size_t{24} << 20;
+  const int rank = world.rank(), last = world.size() - 1;
+  const std::vector<std::byte> send(rank == 0 ? bytes : 0, std::byte{7});
+  std::vector<std::byte> got(rank == last ? bytes : 0);
+  auto transfer = comm::transport_of(world).start_shift(send.data(), send.size(), got.data(),
+                                                        got.size(), last, {}, "to the last");
+  if (rank > 0) transfer.wait({});
+  world.barrier("behind the shift");
   transfer.wait({});
-  EXPECT_EQ(std::count(data.begin(), data.end(), std::byte{7}), std::ssize(data));
+  EXPECT_EQ(std::count(got.begin(), got.end(), std::byte{7}), std::ssize(got));
 }
 
 TEST(Started, GoOnBesideCollectivesThatBlock) {
@@ -485,7 +463,6 @@ TEST(Started, ASteadyStateAllocatesNothing) {
         transport.start_all_gather(send.data(), place + bytes, bytes, {}, "gather");
     comm::Transfer sum = transport.start_reduce_scatter(send.data(), place + (size + 1) * bytes,
                                                         bytes / 4, fp32, {}, "sum");
-    transport.broadcast(send.data(), bytes, 0, {}, "broadcast");
     sum.wait({});
     while (!one.test()) std::this_thread::yield();
     one.wait({});

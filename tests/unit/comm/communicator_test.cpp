@@ -50,7 +50,7 @@ TEST(Self, EveryCollectiveIsACopy) {
   agree(world, {{"heads", "1"}}, "test");
 }
 
-TEST(Self, SumsAndBroadcastsAreCopiesToo) {
+TEST(Self, SumsAreCopiesToo) {
   const Communicator world = self();
   comm::Transport& transport = comm::transport_of(world);
   std::vector<std::uint16_t> send(1001), got(1001, 0xA5A5);
@@ -58,10 +58,6 @@ TEST(Self, SumsAndBroadcastsAreCopiesToo) {
   for (auto& value : send) value = static_cast<std::uint16_t>(random());
   transport.reduce_scatter(send.data(), got.data(), send.size(), bf16, {}, "sum");
   EXPECT_EQ(got, send);
-  transport.broadcast(got.data(), got.size() * 2, 0, {}, "broadcast");
-  EXPECT_EQ(got, send);
-  EXPECT_THROW(transport.broadcast(got.data(), 2, 1, {}, "no root"), UsageError);
-  EXPECT_THROW(transport.broadcast(got.data(), 2, -1, {}, "no root"), UsageError);
   EXPECT_THROW(transport.reduce_scatter(send.data(), got.data(), 1, e4m3, {}, "no sum"),
                Unsupported);
 }
@@ -88,7 +84,7 @@ TEST(Self, StartedCollectivesEndWhereTheyAreWaitedForOrDropped) {
     after_all = comm::transport_of(world).start_all_to_all(&send, &got, sizeof got, {}, "late");
     world.abort("no more");
     EXPECT_THROW(
-        static_cast<void>(comm::transport_of(world).start_broadcast(&got, 4, 0, {}, "later")),
+        static_cast<void>(comm::transport_of(world).start_shift(&send, &got, 4, 0, {}, "later")),
         RankError);
   }
   EXPECT_THROW(after_all.wait({}), RankError);  // it kept the communicator

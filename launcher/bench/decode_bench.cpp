@@ -209,8 +209,8 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   require_memory(world, demand);
   r.cache_bytes = ours.cache_bytes(ranks);
 
-  progress.say(fmt::format("decode steps over {} keys: {} of caches, {} steps", ours.kv_len,
-                           size_text(r.caches * r.cache_bytes), s.steps()));
+  progress.print(fmt::format("decode steps over {} keys: {} of caches, {} steps", ours.kv_len,
+                             size_text(r.caches * r.cache_bytes), s.steps()));
   const Timed t = measure(world, s, ours, true, [] {});
   exchange_by = t.exchange_by;
   r.workspace_bytes = t.workspace_bytes;
@@ -226,7 +226,7 @@ DecodeRow measure_row(const Communicator& world, const Settings& s, std::int64_t
   r.digest = t.digest;
   if (!with_alone || !r.not_alone.empty() || (r.check && !r.check->right)) return r;
 
-  progress.say(fmt::format("the same over {} keys on rank 0 alone", alone.kv_len));
+  progress.print(fmt::format("the same over {} keys on rank 0 alone", alone.kv_len));
   r.alone = time_alone(world, s, alone);
   r.efficiency = r.alone->median / r.time.median / (o.weak ? 1 : ranks);
   return r;

@@ -91,8 +91,8 @@ class ScaleBench {
     for (std::size_t i = 0; i < count; ++i) {
       const char* strategy = strategies()[i].name;
       if (!is_measured(i)) continue;
-      progress.say(fmt::format("[{}/{}] {} of {} keys on {} ranks by {}", ++measured_, total_,
-                               c.phase, options.kv, n, strategy));
+      progress.print(fmt::format("[{}/{}] {} of {} keys on {} ranks by {}", ++measured_, total_,
+                                 c.phase, options.kv, n, strategy));
       together(world_, "measurement", [&] {
         if (!part) return;
         rows.push_back(measure(*part, c, options, *problem, forecasts[i], trial));

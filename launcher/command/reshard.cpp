@@ -231,7 +231,7 @@ int reshard(const Communicator& control, const CommandLine& line) {
   const Findings found = findings_of(world, *moving, *move, times);
   together(world, "writing of the outputs", [&] {
     if (world.rank() != 0) return;
-    say(table(world, o, options, found), out);
+    print(table(world, o, options, found), out);
     if (!json) return;
     const std::string text = json_text(record(world, line, options, found));
     json->write(text.data(), text.size());

@@ -121,7 +121,7 @@ int run(const Communicator& control, const CommandLine& line) {
       },
       table);
   Progress progress(rank == 0);
-  progress.say("making the arrays");
+  progress.print("making the arrays");
   std::optional<Trial> trial;
   together(world, "making of the layer", [&] { trial.emplace(world, *problem); });
   Report report = describe(world, *problem, o, trial->layer());
@@ -139,7 +139,7 @@ int run(const Communicator& control, const CommandLine& line) {
   const Answer answer = trial->answer();
   const std::uint64_t bits = digest(world, *problem, answer);
   if (o.digest) report.digest = bits;
-  if (o.check != 0) progress.say("comparing with float64");
+  if (o.check != 0) progress.print("comparing with float64");
   if (o.check != 0)
     report.judgement =
         judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));

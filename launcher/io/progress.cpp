@@ -7,9 +7,9 @@
 
 namespace longspan::launcher {
 
-Progress::Progress(bool speaks) : shown_(speaks && ::isatty(STDERR_FILENO)) {}
+Progress::Progress(bool shown) : shown_(shown && ::isatty(STDERR_FILENO)) {}
 
-void Progress::say(const std::string& what) {
+void Progress::print(const std::string& what) {
   if (!shown_) return;
   fmt::print(stderr, "\r\033[K{}", what);
   std::fflush(stderr);
@@ -20,7 +20,7 @@ void Progress::say(const std::string& what) {
 void Progress::count(const char* what, std::int64_t done, std::int64_t total) {
   constexpr std::chrono::milliseconds kBetween{250};
   if (!shown_ || std::chrono::steady_clock::now() - last_ < kBetween) return;
-  say(fmt::format("{}: {} of {}", what, done, total));
+  print(fmt::format("{}: {} of {}", what, done, total));
 }
 
 void Progress::clear() {

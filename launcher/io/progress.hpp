@@ -11,13 +11,13 @@ namespace longspan::launcher {
 class Progress {
  public:
   /// Shows lines where `speaks`, on one rank of all, and standard error is a terminal.
-  explicit Progress(bool speaks);
+  explicit Progress(bool shown);
   /// Leaves the line empty, for what is said next.
   ~Progress() { clear(); }
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  void say(const std::string& what);
+  void print(const std::string& what);
   /// Shows that `done` of `total` are done; most calls do nothing, so that it may stand between
   /// runs that are timed.
   void count(const char* what, std::int64_t done, std::int64_t total);

@@ -42,7 +42,7 @@ void settle_streams() {
   std::signal(SIGXFSZ, SIG_IGN);
 }
 
-void say(std::string_view text, std::FILE* to) {
+void print(std::string_view text, std::FILE* to) {
   errno = 0;
   if (std::fwrite(text.data(), 1, text.size(), to) == text.size() && std::fflush(to) == 0) return;
   throw InputError(fmt::format("standard {} cannot be written: {}",

@@ -12,7 +12,7 @@ namespace longspan::launcher {
 void settle_streams();
 
 /// Writes `text` and flushes; throws InputError where that fails.
-void say(std::string_view text, std::FILE* to = stdout);
+void print(std::string_view text, std::FILE* to = stdout);
 
 /// Writes one line on stderr, in one write; control characters in it become blanks and question
 /// marks, and the middle of a very long one is left out. If it cannot be read there, the exit

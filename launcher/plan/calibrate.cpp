@@ -268,9 +268,10 @@ int calibrate(const Communicator& control, const CommandLine& line) {
     file->write(text.data(), text.size());
     file->commit();
     if (file->is_standard_output()) return;
-    say(text + fmt::format("# saved to {}\n", path));
+    print(text + fmt::format("# saved to {}\n", path));
     if (bench.spread() > kLargestSpread)
-      say("# the times differ too much to choose by: measure again when the machine is idle, on no "
+      print(
+          "# the times differ too much to choose by: measure again when the machine is idle, on no "
           "more ranks than it has cores\n");
   });
   return 0;

@@ -171,8 +171,8 @@ int plan(const Communicator& control, const CommandLine& line) {
     const Forecast* best = nullptr;
     for (const Forecast& f : rows)
       if (f.refusal.empty() && (!best || f.seconds() < best->seconds())) best = &f;
-    say(table(o, cluster, machine, rows, best),
-        json && json->is_standard_output() ? stderr : stdout);
+    print(table(o, cluster, machine, rows, best),
+          json && json->is_standard_output() ? stderr : stdout);
     if (!json) return;
     const std::string text = json_text(record(o, cluster, machine, rows, best));
     json->write(text.data(), text.size());

@@ -77,7 +77,7 @@ void together(const Communicator& world, const std::string& step,
 
 void tell(const Communicator& world, const std::function<std::string()>& text, std::FILE* to) {
   together(world, "writing to standard output", [&] {
-    if (world.rank() == 0) say(text(), to);
+    if (world.rank() == 0) print(text(), to);
   });
 }
 

@@ -267,11 +267,11 @@ TEST_F(ReshardTest, RanksThatRunDifferentReshardsWriteNothing) {
                         world.device(), own);
   const KnownCache to(Form::pages, shape_of(o), positions_of(o.to, world.rank(), lengths), false,
                       world.device(), own);
-  const std::string said = refusal<Error>([&] {
+  const std::string message = refusal<Error>([&] {
     (is_other ? two : one).run({from.tensors(), to.tensors()});
     (is_other ? two : one).wait();
   });
-  EXPECT_THAT(said, HasSubstr("'lengths' differs between ranks"));
+  EXPECT_THAT(message, HasSubstr("'lengths' differs between ranks"));
   EXPECT_TRUE(to.is_right()) << "nothing was written";
 }
 

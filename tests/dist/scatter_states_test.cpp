@@ -279,7 +279,7 @@ TEST(ResultsByRows, AreCheckedByName) {
                   .limits = {.max_tokens = 4},
                   .results = {ResultPart::rows, {Layout::listed}}};
   std::vector<std::int64_t> table{3, 0, 1, -1};
-  const auto said = [&](std::int64_t rows) -> std::string {
+  const auto outcome = [&](std::int64_t rows) -> std::string {
     Attention layer(alone, options);
     AttentionArgs args{.q = tensor(zeros, 4),
                        .k = tensor(zeros, 2),
@@ -295,14 +295,14 @@ TEST(ResultsByRows, AreCheckedByName) {
     }
     return "ran";
   };
-  EXPECT_EQ(said(3), "ran");
-  EXPECT_THAT(said(2), ::testing::HasSubstr("query_table[2] is 1"));
-  EXPECT_THAT(said(5), ::testing::HasSubstr("out has 5 rows"));
+  EXPECT_EQ(outcome(3), "ran");
+  EXPECT_THAT(outcome(2), ::testing::HasSubstr("query_table[2] is 1"));
+  EXPECT_THAT(outcome(5), ::testing::HasSubstr("out has 5 rows"));
   table[1] = 4;
-  EXPECT_THAT(said(3), ::testing::HasSubstr("query_table[1] is 4"));
+  EXPECT_THAT(outcome(3), ::testing::HasSubstr("query_table[1] is 4"));
   options.results.rows = {Layout::striped};
-  EXPECT_THAT(said(3), ::testing::HasSubstr("gives rank 0 4 of 4 rows of q; out has 3"));
-  EXPECT_EQ(said(4), "ran");
+  EXPECT_THAT(outcome(3), ::testing::HasSubstr("gives rank 0 4 of 4 rows of q; out has 3"));
+  EXPECT_EQ(outcome(4), "ran");
 }
 
 }  // namespace

@@ -88,12 +88,12 @@ class LateRows {
     OwnStream computes, sends;
     const OnGpu<std::uint64_t> said(words);
     const kernels::sm90::Finished finished = finished_rows();
-    send_word(said, shard_.rank, computes);
+    send_digest(said, shard_.rank, computes);
     kernels::sm90::attend(params(), finished, 0, computes);
     if (count_rows(own(keys_)) < keys()) computes.expect_waits();
     for (std::size_t piece = 0; piece <= pieces_; ++piece)
       for (int rank = 0; rank < shard_.ranks; ++rank) {
-        if (piece == 0 && rank != shard_.rank) send_word(said, rank, sends);
+        if (piece == 0 && rank != shard_.rank) send_digest(said, rank, sends);
         send(piece, rank, sends);
       }
     sends.wait();
@@ -280,7 +280,7 @@ class LateRows {
         copy_heads(*to, *from, one, c_.kv_heads, kv(begin), kv(end), stream);
   }
 
-  void send_word(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
+  void send_digest(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
     EXPECT_EQ(cudaMemcpyAsync(words_.data() + rank, said.data() + rank, sizeof(std::uint64_t),
                               cudaMemcpyDeviceToDevice, stream),
               cudaSuccess);

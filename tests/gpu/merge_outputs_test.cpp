@@ -77,7 +77,7 @@ TEST_F(MergeOutputs, PartsOfDifferentRunsAreNotMerged) {
         const auto out_lse = poisoned<float>(static_cast<std::size_t>(c.rows()));
         std::vector<std::uint64_t> words(parts, 77);
         if (differs >= 0) words[differs] = 78;
-        const auto said = on_device(words);
+        const auto digests = on_device(words);
         const auto shared = backend().shared_memory(sizeof(std::uint64_t));
         auto* const report = reinterpret_cast<std::uint64_t*>(shared.get());
         kernels::MergeOutputsParams p;
@@ -93,7 +93,7 @@ TEST_F(MergeOutputs, PartsOfDifferentRunsAreNotMerged) {
         p.dim = c.dim;
         p.out = {out.data(), c.row_stride(), c.head_stride()};
         p.lse = {out_lse.data(), c.heads, 1};
-        p.headers = {said.data(), 1, parts, 9, report};
+        p.headers = {digests.data(), 1, parts, 9, report};
         backend().merge_outputs(p, {});
         const std::vector<float> got = out.values(), logs = out_lse.values();
         // Rank 1 looks: where its own word is the other one, it is rank 0 that says another.

@@ -38,12 +38,12 @@ void works(ncclResult_t result) {
 // ---- talk between processes --------------------------------------------------------------------
 
 template <class T>
-void tell(int socket, const T& value) {
+void send(int socket, const T& value) {
   ASSERT_EQ(write(socket, &value, sizeof value), static_cast<ssize_t>(sizeof value));
 }
 /// Zero, where the other one is no more.
 template <class T>
-T hear(int socket) {
+T receive(int socket) {
   T value{};
   return read(socket, &value, sizeof value) == static_cast<ssize_t>(sizeof value) ? value : T{};
 }
@@ -95,7 +95,7 @@ void wait_for_seven(const std::byte* place) {
 
 /// Maps the test's memory, reads and writes it; once more when it is told to.
 void map_memory(int socket) {
-  const auto handle = hear<cudaIpcMemHandle_t>(socket);
+  const auto handle = receive<cudaIpcMemHandle_t>(socket);
   void* mapped = nullptr;
   works(cudaIpcOpenMemHandle(&mapped, handle, cudaIpcMemLazyEnablePeerAccess));
   auto* const peer_buffer = static_cast<std::byte*>(mapped);
@@ -104,12 +104,12 @@ void map_memory(int socket) {
   EXPECT_EQ(last, std::byte{42});
   EXPECT_NE(cudaMemcpy(&last, peer_buffer + kBuffer, 1, cudaMemcpyDefault), cudaSuccess);
   launch_kernel(send_seven_at, {1, 1}, peer_buffer);
-  tell(socket, 'q');  // queued, and this thread does not look at its GPU any more
-  hear<char>(socket);
+  send(socket, 'q');  // queued, and this thread does not look at its GPU any more
+  receive<char>(socket);
   works(cudaIpcCloseMemHandle(mapped));
   EXPECT_NE(cudaIpcCloseMemHandle(mapped), cudaSuccess);
-  tell(socket, 'c');
-  hear<char>(socket);
+  send(socket, 'c');
+  receive<char>(socket);
 }
 
 std::byte* make_peer_buffer(cudaIpcMemHandle_t& handle) {
@@ -125,15 +125,15 @@ TEST(MappedMemory, IsWhatBothSee) {
   cudaIpcMemHandle_t handle{};
   std::byte* const peer_buffer = make_peer_buffer(handle);
   Peer peer("map memory");
-  tell(peer.socket(), handle);
+  send(peer.socket(), handle);
   launch_kernel(wait_for_seven, {1, 1}, peer_buffer);
-  EXPECT_EQ(hear<char>(peer.socket()), 'q');
+  EXPECT_EQ(receive<char>(peer.socket()), 'q');
   while (cudaStreamQuery(nullptr) == cudaErrorNotReady) std::this_thread::yield();
   works(cudaDeviceSynchronize());
-  tell(peer.socket(), 'c');
-  EXPECT_EQ(hear<char>(peer.socket()), 'c');
+  send(peer.socket(), 'c');
+  EXPECT_EQ(receive<char>(peer.socket()), 'c');
   works(cudaFree(peer_buffer));
-  tell(peer.socket(), 'e');
+  send(peer.socket(), 'e');
   peer.expect_success();
   static_cast<void>(cudaGetLastError());
 }
@@ -144,8 +144,8 @@ TEST(MappedMemoryDeathTest, IsNotFreedWhileAPeerHasIt) {
     cudaIpcMemHandle_t handle{};
     std::byte* const peer_buffer = make_peer_buffer(handle);
     Peer peer("map memory");
-    tell(peer.socket(), handle);
-    hear<char>(peer.socket());
+    send(peer.socket(), handle);
+    receive<char>(peer.socket());
     cudaFree(peer_buffer);
   };
   EXPECT_DEATH(free_early(), "freed while process");
@@ -368,16 +368,16 @@ TEST(Nccl, BetweenThreads) {
 }
 
 void take_part_as_peer(int socket) {
-  const bool blocking = hear<bool>(socket);
-  take_part(hear<ncclUniqueId>(socket), 1, blocking);
+  const bool blocking = receive<bool>(socket);
+  take_part(receive<ncclUniqueId>(socket), 1, blocking);
 }
 
 TEST(Nccl, BetweenProcesses) {
   for (const bool blocking : {true, false}) {
     Peer peer("take part");
     const ncclUniqueId id = fresh_id();
-    tell(peer.socket(), blocking);
-    tell(peer.socket(), id);
+    send(peer.socket(), blocking);
+    send(peer.socket(), id);
     take_part(id, 0, blocking);
     peer.expect_success();
   }
@@ -413,19 +413,19 @@ TEST(Nccl, TwoRanksOfOneGpuAreRefused) {
 void come_and_wait(int socket) {
   works(cudaSetDevice(1));
   ncclComm_t comm = nullptr;
-  works(ncclCommInitRank(&comm, kRanks, hear<ncclUniqueId>(socket), 1));
-  tell(socket, 'h');
-  hear<char>(socket);
+  works(ncclCommInitRank(&comm, kRanks, receive<ncclUniqueId>(socket), 1));
+  send(socket, 'h');
+  receive<char>(socket);
 }
 
 TEST(Nccl, AKilledPeerIsARemoteError) {
   Peer peer("come and wait");
   const ncclUniqueId id = fresh_id();
-  tell(peer.socket(), id);
+  send(peer.socket(), id);
   const Rank rank(0, 100);
   ncclComm_t comm = nullptr;
   works(ncclCommInitRank(&comm, kRanks, id, 0));
-  EXPECT_EQ(hear<char>(peer.socket()), 'h');
+  EXPECT_EQ(receive<char>(peer.socket()), 'h');
   rank.gather(comm);
   EXPECT_EQ(cudaStreamQuery(rank.stream), cudaErrorNotReady);
   peer.kill();

@@ -293,11 +293,11 @@ TEST_F(BatchRows, MergesOfOtherSequencesAreRefused) {
   const Placed lse(device(), heads_first, fp32, 6, 1);
   Lse two = lse.lse();
   two.tensor.shape[0] = 2;  // 2 of 6 are as many rows as 3 of 4
-  const std::string said = refusal([&] {
+  const std::string message = refusal([&] {
     merge.run({.part = part.tensor(), .part_lse = part_lse.lse(), .out = out.tensor(), .lse = two});
   });
-  EXPECT_NE(said.find("sequences that lie apart, 3 of 4 tokens and 2 of 6"), std::string::npos)
-      << said;
+  EXPECT_NE(message.find("sequences that lie apart, 3 of 4 tokens and 2 of 6"), std::string::npos)
+      << message;
 }
 
 /// Where q's sequences lie apart, they are those of query_start.
@@ -308,13 +308,13 @@ TEST_F(BatchRows, OtherStartsAreRefused) {
   const Placed out(device(), joined, bf16, b.tokens, b.dim),
       lse(device(), joined, fp32, b.tokens, 1);
   Attention attention = layer(b);
-  const std::string said = refusal([&] {
+  const std::string message = refusal([&] {
     attention.run(args(b, q, out, lse));
     attention.wait();
   });
-  EXPECT_NE(said.find("query_start[1] is 19: the sequences of q lie apart, 20 rows each"),
+  EXPECT_NE(message.find("query_start[1] is 19: the sequences of q lie apart, 20 rows each"),
             std::string::npos)
-      << said;
+      << message;
 }
 
 TEST_F(BatchRows, ResultsOfOtherSequencesAreRefused) {
@@ -324,8 +324,8 @@ TEST_F(BatchRows, ResultsOfOtherSequencesAreRefused) {
   const Placed out(device(), joined, fp32, b.tokens, b.dim),
       lse(device(), joined, fp32, b.tokens, 1);
   const auto refused = [&](const AttentionArgs& call, const char* text) {
-    const std::string said = refusal([&] { attention.run(call); });
-    EXPECT_NE(said.find(text), std::string::npos) << said;
+    const std::string message = refusal([&] { attention.run(call); });
+    EXPECT_NE(message.find(text), std::string::npos) << message;
   };
   const Placed longer(device(), heads_first, fp32, 6, b.dim);
   AttentionArgs call = args(b, q, longer, lse);

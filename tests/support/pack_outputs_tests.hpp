@@ -194,7 +194,7 @@ TEST_F(PackOutputs, WritesNothingOfAnotherRun) {
   if (device() == Device::host) GTEST_SKIP() << "the transport compares";
   const std::vector<float> from(8, 1.0f);
   const auto source = on_device(from), out = poisoned<float>(8);
-  const auto said = on_device(std::vector<std::uint64_t>{7, 7, 8});
+  const auto digests = on_device(std::vector<std::uint64_t>{7, 7, 8});
   const auto report = backend().shared_memory(sizeof(std::uint64_t));
   auto* const word = reinterpret_cast<std::uint64_t*>(report.get());
   kernels::PackOutputsParams p;
@@ -202,7 +202,7 @@ TEST_F(PackOutputs, WritesNothingOfAnotherRun) {
   p.dim = 8;
   p.from = {source.data(), 8, 8};
   p.to = {out.data(), 8, 8};
-  p.headers = {said.data(), 1, 3, 5, word};
+  p.headers = {digests.data(), 1, 3, 5, word};
   backend().pack_outputs(p, {});
   EXPECT_TRUE(std::isnan(out.values()[0]));
   EXPECT_EQ(*word, kernels::RunHeaders::reported(5, 2));

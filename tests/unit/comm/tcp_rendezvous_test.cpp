@@ -130,29 +130,30 @@ class Stranger {
   bool connected() const { return connected_; }
 
   /// What was taken of `bytes`; less when the other side has hung up.
-  std::size_t say(const std::string& bytes) {
-    std::size_t said = 0;
-    while (said < bytes.size()) {
+  std::size_t send(const std::string& bytes) {
+    std::size_t sent_bytes = 0;
+    while (sent_bytes < bytes.size()) {
       const ssize_t sent =
-          ::send(fd_.get(), bytes.data() + said, bytes.size() - said, MSG_NOSIGNAL);
+          ::send(fd_.get(), bytes.data() + sent_bytes, bytes.size() - sent_bytes, MSG_NOSIGNAL);
       if (sent <= 0) break;
-      said += static_cast<std::size_t>(sent);
+      sent_bytes += static_cast<std::size_t>(sent);
     }
-    return said;
+    return sent_bytes;
   }
 
   /// `bytes` that come, or fewer until the other side hangs up or half a minute has passed.
-  std::string hear(std::size_t bytes) {
-    std::string heard;
-    while (heard.size() < bytes) {
+  std::string receive(std::size_t bytes) {
+    std::string received;
+    while (received.size() < bytes) {
       pollfd wait{fd_.get(), POLLIN, 0};
       char some[4096];
       if (::poll(&wait, 1, 30'000) <= 0) break;
-      const ssize_t got = ::recv(fd_.get(), some, std::min(sizeof some, bytes - heard.size()), 0);
+      const ssize_t got =
+          ::recv(fd_.get(), some, std::min(sizeof some, bytes - received.size()), 0);
       if (got <= 0) break;
-      heard.append(some, static_cast<std::size_t>(got));
+      received.append(some, static_cast<std::size_t>(got));
     }
-    return heard;
+    return received;
   }
 
   /// Whether the other side hangs up, without a word, within half a minute.
@@ -205,7 +206,7 @@ TEST(Strangers, SpeakBrieflyBeforeTheyAreKnown) {
     Stranger endless(port);
     std::string stream = opening;
     stream.resize(most, 'x');
-    EXPECT_LT(endless.say(stream), most);
+    EXPECT_LT(endless.send(stream), most);
     EXPECT_TRUE(endless.is_hung_up_on());
   }
   expect_meeting(*zero, port);
@@ -216,7 +217,7 @@ TEST(Strangers, WhoSayNothingAreSentAwayAndKeepNobodyOut) {
   const auto zero = tcp_control(launch_of(port, 0), 50s);
   std::vector<Stranger> idle;
   for (int i = 0; i < 100; ++i) idle.emplace_back(port);
-  idle.emplace_back(port).say(hello_text(port, 1).substr(0, 20));  // never ends its hello
+  idle.emplace_back(port).send(hello_text(port, 1).substr(0, 20));  // never ends its hello
   expect_meeting(*zero, port);
   for (Stranger& stranger : idle) EXPECT_TRUE(stranger.is_hung_up_on());
 }
@@ -234,8 +235,8 @@ TEST(Strangers, WhoSayAnythingAtRandomDoNotDisturb) {
     const std::uint32_t kind = random() % 9, peer = random() % 4;
     if (random() % 3 == 0) bytes = framed(kind, peer, bytes);
     if (random() % 3 == 0) bytes = framed(Frame::hello, peer, pack(bytes, bytes, bytes));
-    stranger.say(bytes);
-    if (random() % 2) stranger.say(bytes);
+    stranger.send(bytes);
+    if (random() % 2) stranger.send(bytes);
   }
   expect_meeting(*zero, port);
 }
@@ -243,15 +244,15 @@ TEST(Strangers, WhoSayAnythingAtRandomDoNotDisturb) {
 TEST(Seats, AreForConnectionsThatLive) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
-  Stranger(port).say(hello_text(port, 1));  // hangs up behind its hello
+  Stranger(port).send(hello_text(port, 1));  // hangs up behind its hello
   {
     Stranger first(port);
-    first.say(hello_text(port, 1));
-    EXPECT_EQ(first.hear(16), header(Frame::welcome, 1, 0));
+    first.send(hello_text(port, 1));
+    EXPECT_EQ(first.receive(16), header(Frame::welcome, 1, 0));
   }                       // hangs up without having said that it heard
   Stranger second(port);  // is welcomed, and comes again on another connection
-  second.say(hello_text(port, 1));
-  EXPECT_EQ(second.hear(16), header(Frame::welcome, 1, 0));
+  second.send(hello_text(port, 1));
+  EXPECT_EQ(second.receive(16), header(Frame::welcome, 1, 0));
   expect_meeting(*zero, port);
 }
 
@@ -260,13 +261,13 @@ TEST(Seats, AreKeptForWhoIsWelcomed) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
   Stranger one(port);
-  one.say(hello_text(port, 1));
-  ASSERT_EQ(one.hear(16), header(Frame::welcome, 1, 0));
+  one.send(hello_text(port, 1));
+  ASSERT_EQ(one.receive(16), header(Frame::welcome, 1, 0));
   std::vector<Stranger> idle;
   for (int i = 0; i < 100; ++i) idle.emplace_back(port);
   EXPECT_TRUE(idle.front().is_hung_up_on());
-  one.say(framed(Frame::seated, 0) +
-          framed(Frame::text, 0, "g" + pack(std::string("meet"), std::string("b"))));
+  one.send(framed(Frame::seated, 0) +
+           framed(Frame::text, 0, "g" + pack(std::string("meet"), std::string("b"))));
   EXPECT_EQ(zero->gather("a", "meet"), (Strings{"a", "b"}));
 }
 
@@ -315,8 +316,8 @@ TEST(Seats, AreTakenOnceAndTheSecondIsToldSo) {
   EXPECT_THAT(refusal_of(launch_of(port, 1, 3)), HasSubstr("Rank 1 is here already"));
   EXPECT_THAT(refusal_of(launch_of(port, 0, 3)), Not(HasSubstr("let in")));  // the port, at least
   Stranger zeroth(port);
-  zeroth.say(hello_text(port, 0, 3));
-  EXPECT_THAT(zeroth.hear(1000), HasSubstr("Rank 0 is here already"));
+  zeroth.send(hello_text(port, 0, 3));
+  EXPECT_THAT(zeroth.receive(1000), HasSubstr("Rank 0 is here already"));
   one.reset();
   EXPECT_THROW(zero->gather("", "meet"), RankError);  // rank 1 left
   try {  // rank 0 may go to another communicator soon: it is tried until the deadline
@@ -345,10 +346,10 @@ TEST(Refusals, NameTheFieldAndBothValues) {
   Hello old = hello_of(launch_of(port, 1));
   old.version = "0.0.7";
   Stranger older(port);
-  older.say(framed(Frame::hello, 1, to_text(old)));
-  const std::string heard = older.hear(1000);  // until it is hung up on
-  EXPECT_EQ(heard.substr(0, 8), header(Frame::refused, 0, 0).substr(0, 8));
-  EXPECT_THAT(heard, AllOf(HasSubstr("version"), HasSubstr("'0.0.7' on rank 1")));
+  older.send(framed(Frame::hello, 1, to_text(old)));
+  const std::string received = older.receive(1000);  // until it is hung up on
+  EXPECT_EQ(received.substr(0, 8), header(Frame::refused, 0, 0).substr(0, 8));
+  EXPECT_THAT(received, AllOf(HasSubstr("version"), HasSubstr("'0.0.7' on rank 1")));
   expect_meeting(*zero, port);
 }
 
@@ -384,9 +385,9 @@ void expect_blame(const std::string& words) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
   Stranger one(port);
-  one.say(hello_text(port, 1));
-  ASSERT_EQ(one.hear(16), header(Frame::welcome, 1, 0));
-  one.say(framed(Frame::seated, 0) + words);
+  one.send(hello_text(port, 1));
+  ASSERT_EQ(one.receive(16), header(Frame::welcome, 1, 0));
+  one.send(framed(Frame::seated, 0) + words);
   try {
     zero->gather("", "meet");
     ADD_FAILURE() << "went on";
@@ -448,7 +449,7 @@ TEST(Guests, DoNotTakeAnybodyForRank0) {
   };
   for (const std::string& answer : answers) {
     SCOPED_TRACE(::testing::PrintToString(answer));
-    Impostor impostor([&](Stranger& guest, int) { guest.say(answer); });
+    Impostor impostor([&](Stranger& guest, int) { guest.send(answer); });
     try {
       tcp_control(launch_of(impostor.port(), 1), 300ms);
       ADD_FAILURE() << "met it";
@@ -477,7 +478,8 @@ TEST(Guests, OfAHubThatSaysWhatNoHubSays) {
   };
   for (const std::string& answer : answers) {
     SCOPED_TRACE(::testing::PrintToString(answer));
-    Impostor impostor([&](Stranger& guest, int) { guest.say(framed(Frame::welcome, 1) + answer); });
+    Impostor impostor(
+        [&](Stranger& guest, int) { guest.send(framed(Frame::welcome, 1) + answer); });
     const auto control = tcp_control(launch_of(impostor.port(), 1), 20s);
     try {
       control->gather("", "meet");
@@ -492,7 +494,7 @@ TEST(Guests, OfAHubThatSaysWhatNoHubSays) {
 
 TEST(Guests, ComeAgainWhereTheWelcomeIsLate) {
   Impostor impostor([](Stranger& guest, int connection) {
-    if (connection > 0) guest.say(framed(Frame::welcome, 1) + framed(Frame::left, 0));
+    if (connection > 0) guest.send(framed(Frame::welcome, 1) + framed(Frame::left, 0));
   });
   const auto control = tcp_control(launch_of(impostor.port(), 1), 50s);
   EXPECT_THROW(control->gather("", "meet"), RankError);  // rank 0 left

@@ -353,7 +353,7 @@ TEST_P(Doors, ForDataAreClosedToStrangers) {
 
 /// Both ranks throw this, at the latest at the deadline.
 void expect_unreachable(bool apart, const Meddled::Act& meddle, const std::string& words) {
-  std::atomic<int> said{0};
+  std::atomic<int> named{0};
   connect_two(
       apart, meddle,
       [&](Control& control) {
@@ -365,11 +365,11 @@ void expect_unreachable(bool apart, const Meddled::Act& meddle, const std::strin
           EXPECT_EQ(error.rank(), 0);
           EXPECT_THAT(error.what(), AllOf(HasSubstr("Rank 1 could not connect to rank 0 at "),
                                           HasSubstr(words), HasSubstr("firewall")));
-          ++said;
+          ++named;
         }
       },
       2s);
-  EXPECT_EQ(said, 2);
+  EXPECT_EQ(named, 2);
 }
 
 /// Somebody else listens where rank 0 should, and answers.

@@ -1,0 +1,18 @@
+// Checks the caller's memory for states (AttentionState).
+#pragma once
+
+#include <cstdint>
+
+#include "longspan/serving.hpp"
+#include "longspan/tensor.hpp"
+
+namespace longspan {
+
+/// The memory as a tensor of bytes.
+Tensor bytes_of(const AttentionState& state, Device device);
+
+/// Checks that it holds the states of so many rows, and how it is aligned.
+void check_state(const AttentionState& state, std::int64_t tokens, std::int64_t heads,
+                 std::int64_t value_dim);
+
+}  // namespace longspan

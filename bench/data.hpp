@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "launcher/problem/random.hpp"
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
 #include "longspan/serving.hpp"
@@ -32,24 +33,15 @@ void in_parallel(std::int64_t count, const F& f) {
   for (std::thread& thread : others) thread.join();
 }
 
-/// Even in (-sqrt 3, sqrt 3), so of variance 1, rounded to the type.
+/// Elements of a random tensor (launcher/problem/random.hpp), rounded to the type.
 struct Values {
   std::uint64_t seed = 0;
   DType dtype = DType::fp32;
 
-  float exact(std::int64_t i) const {
-    std::uint64_t h = (seed << 40) + static_cast<std::uint64_t>(i >> 2);  // splitmix64's finish
-    h = (h + 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
-    h = (h ^ h >> 27) * 0x94d049bb133111ebu;
-    h ^= h >> 31;
-    const auto word = static_cast<std::int32_t>(h >> (16 * (i & 3)) & 0xffffu);
-    return (static_cast<float>(word - 32768) + 0.5f) * (1.7320508f / 32768.0f);
-  }
+  launcher::RandomTensor exact() const { return {seed}; }
   /// As the tensor holds it.
   double operator()(std::int64_t i) const {
-    std::uint32_t element = 0;
-    store_element(&element, dtype, 0, exact(i));
-    return load_element(&element, dtype, 0);
+    return launcher::rounded(dtype, exact()(static_cast<std::uint64_t>(i)));
   }
 };
 
@@ -62,8 +54,7 @@ class Array {
     values = of;
     const std::size_t size = size_of(of.dtype);
     in_parallel(view.size(), [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i)
-        store_element(staging_.get() + i * size, values.dtype, 0, values.exact(i));
+      values.exact().store(staging_.get() + begin * size, values.dtype, begin, end - begin);
     });
     finish();
   }

@@ -47,7 +47,7 @@ struct MergeSet {
       for (std::size_t i = 0; i < drawn.size(); ++i)
         drawn[i] = some_empty && i % 10 == 3
                        ? std::numeric_limits<float>::infinity()
-                       : 8.0f + 2.0f * values.exact(static_cast<std::int64_t>(i));
+                       : 8.0f + 2.0f * values.exact()(static_cast<std::uint64_t>(i));
       return Numbers<float>(device, std::move(drawn));
     };
     for (int part = 0; part < 2; ++part) {

@@ -1,6 +1,5 @@
 #include "launcher/problem/inputs.hpp"
 
-#include <Random123/philox.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "launcher/problem/elements.hpp"
+#include "launcher/problem/random.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::launcher {
@@ -18,21 +18,9 @@ namespace longspan::launcher {
 Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
                  int heads, int dim) {
   Source source{dtype, rows, heads, dim, "seed " + std::to_string(seed), {}};
-  const r123::Philox4x32::key_type key{
-      {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
-  const std::int64_t row_size = source.row_size();
-  source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
-    constexpr float kUnit = 1.7320508f / 2147483648.0f;  // the unit of a 32-bit signed word
-    r123::Philox4x32 philox;
-    const std::int64_t start = (row * row_size + first) / 4;
-    for (std::int64_t i = 0; i < count / 4; ++i) {
-      const auto at = static_cast<std::uint64_t>(start + i);
-      const auto words = philox(
-          {{static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(at >> 32), tensor, 0}}, key);
-      for (int w = 0; w < 4; ++w)
-        store(to, dtype, 4 * i + w,
-              static_cast<float>(static_cast<std::int32_t>(words[w])) * kUnit);
-    }
+  source.read = [values = RandomTensor{seed, tensor}, dtype, row_size = source.row_size()](
+                    std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
+    values.store(to, dtype, row * row_size + first, count);
   };
   return source;
 }

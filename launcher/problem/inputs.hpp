@@ -29,9 +29,7 @@ struct Source {
   std::size_t row_bytes() const { return static_cast<std::size_t>(row_size()) * size_of(dtype); }
 };
 
-/// Draws values uniform in [-sqrt 3, sqrt 3): mean 0, variance 1. Element i of tensor t is a word
-/// of Philox4x32-10 with the seed as key and (i / 4, t) as counter. It is a function of the seed
-/// and the global index alone, the same for every number of ranks and on every machine.
+/// The elements of a RandomTensor, uniform.
 Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
                  int heads, int dim);
 

@@ -22,6 +22,7 @@
 #include "longspan/nccl.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -96,12 +97,9 @@ void check_collectives(const Communicator& world) {
 
 /// Values of order 1, the same on every rank that works them out.
 Bytes values_of(std::uint64_t seed, int rank, std::size_t count, DType dtype) {
-  std::seed_seq mix{seed, std::uint64_t(rank)};
-  std::mt19937 random(mix);
-  std::normal_distribution<float> normal;
   Bytes bytes(count * size_of(dtype));
-  for (std::size_t i = 0; i < count; ++i)
-    store_element(bytes.data(), dtype, static_cast<std::int64_t>(i), normal(random));
+  normal_values(seed, static_cast<std::uint32_t>(rank))
+      .store(bytes.data(), dtype, 0, static_cast<std::int64_t>(count));
   return bytes;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace longspan {
 namespace {
@@ -18,14 +19,6 @@ int current() {
   int gpu = -1;
   EXPECT_EQ(cudaGetDevice(&gpu), cudaSuccess);
   return gpu;
-}
-
-std::vector<float> random_values(std::size_t count, std::uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
-  return values;
 }
 
 struct Rows {
@@ -50,7 +43,7 @@ std::vector<float> attend_on(const Communicator& world, int place, int at_work) 
     if (world.device() == Device::cuda) {
       EXPECT_EQ(cudaSetDevice(place), cudaSuccess);
     }
-    Rows made(world.device(), random_values(rows * kHeads * kDim, seed),
+    Rows made(world.device(), tests::random_floats(rows * kHeads * kDim, seed),
               static_cast<std::int64_t>(rows));
     if (world.device() == Device::cuda) {
       EXPECT_EQ(cudaSetDevice(at_work), cudaSuccess);
@@ -92,8 +85,8 @@ TEST(Devices, CallsOfOneRankComputeOnTheirOwnGpu) {
   const int gpus = gpu_count();
   if (gpus < 2) GTEST_SKIP() << "needs two GPUs; there are " << gpus;
   ASSERT_EQ(cudaSetDevice(1), cudaSuccess);
-  const Rows a(Device::cuda, random_values(kHeads * kDim, 5), 1),
-      b(Device::cuda, random_values(kHeads * kDim, 6), 1),
+  const Rows a(Device::cuda, tests::random_floats(kHeads * kDim, 5), 1),
+      b(Device::cuda, tests::random_floats(kHeads * kDim, 6), 1),
       out(Device::cuda, std::vector<float>(kHeads * kDim, NAN), 1);
   Buffer lse(Device::cuda, kHeads * sizeof(float));
   lse.upload(std::vector<float>(kHeads, 0.0f).data());

@@ -16,6 +16,7 @@
 #include "launcher/problem/elements.hpp"
 #include "longspan/buffer.hpp"
 #include "tests/support/fresh_seed.hpp"
+#include "tests/support/random_elements.hpp"
 #include "tests/support/reduced.hpp"
 
 namespace longspan::test {
@@ -153,14 +154,6 @@ inline double work_of(const Case& c) {
   return tests::work_of_attention(c.q_lens, c.kv_lens, c.heads, c.kv_heads, c.dim, c.ranks);
 }
 
-/// `count` elements of order 1.
-inline std::vector<std::byte> random_elements(DType dtype, std::int64_t count, std::mt19937& rng) {
-  std::vector<std::byte> bytes(static_cast<std::size_t>(count) * size_of(dtype));
-  std::normal_distribution<float> normal;
-  for (std::int64_t i = 0; i < count; ++i) launcher::store(bytes.data(), dtype, i, normal(rng));
-  return bytes;
-}
-
 /// The data of a case: whole sequences on the host.
 struct Data {
   std::vector<std::byte> q;               // [tokens, heads, dim]
@@ -171,20 +164,20 @@ struct Data {
   std::vector<std::vector<std::int64_t>> permuted;  // listed: all positions, in random order
 
   explicit Data(const Case& c) {
+    q = tests::random_elements(c.dtype, c.tokens() * c.heads * c.dim, c.seed);
     std::mt19937 rng(c.seed);
-    q = random_elements(c.dtype, c.tokens() * c.heads * c.dim, rng);
+    std::uint32_t tensor = 1;
     for (int len : c.kv_lens) {
-      k.push_back(random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim, rng));
-      v.push_back(random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim, rng));
+      for (auto* of : {&k, &v})
+        of->push_back(tests::random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim,
+                                             c.seed, tensor++));
       permuted.emplace_back(static_cast<std::size_t>(len));
       for (int i = 0; i < len; ++i) permuted.back()[static_cast<std::size_t>(i)] = i;
       std::shuffle(permuted.back().begin(), permuted.back().end(), rng);
     }
-    std::normal_distribution<float> normal;
-    for (int h = 0; h < c.heads; ++h) {
-      sinks.push_back(normal(rng));
+    sinks = tests::random_floats(c.heads, c.seed, tensor);
+    for (int h = 0; h < c.heads; ++h)
       slopes.push_back(std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(c.heads)));
-    }
   }
 
   /// What ALiBi adds to the scores of row t of sequence b: [kv_len]; or nothing.

@@ -50,7 +50,7 @@ TEST_F(MergeGrid, EveryCaseAgainstFloat64) {
   OnGpu<std::byte> out(static_cast<std::size_t>(most) * sizeof(float));
   int count = 0;
   for (DType dtype : {fp32, fp16, bf16}) {
-    const std::vector<std::byte> pool = grid_pool(dtype, 2 * most, random_);
+    const std::vector<std::byte> pool = random_elements(dtype, 2 * most, random_());
     const OnGpu<std::byte> gpu_pool(pool);
     for (const GridCase& c : grid) {
       if (c.dtype != dtype || c.size() > most || is_left_out(2 * c.size())) continue;

@@ -28,6 +28,7 @@
 #include "longspan/element.hpp"
 #include "longspan/error.hpp"
 #include "tests/support/message.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace {
 thread_local long allocations = 0;
@@ -209,15 +210,15 @@ TEST(Collectives, CountWhatTheyReceive) {
   const auto others = static_cast<std::uint64_t>(size - 1);
   const Bytes send = poison(static_cast<std::size_t>(size) * 400);
   Bytes got = send;
-  std::vector<std::uint64_t> said(static_cast<std::size_t>(size), 7);
+  std::vector<std::uint64_t> digests(static_cast<std::size_t>(size), 7);
   std::uint64_t expected = transport.received_bytes();
   const auto expect_more = [&](std::uint64_t bytes, const char* what) {
     expected += bytes;
     EXPECT_EQ(transport.received_bytes(), expected) << what;
   };
-  transport.all_gather(send.data(), got.data(), 100, {}, "gather", said.data());
+  transport.all_gather(send.data(), got.data(), 100, {}, "gather", digests.data());
   expect_more(100 * others, "all_gather");
-  transport.all_to_all(send.data(), got.data(), 30, {}, "all to all", said.data());
+  transport.all_to_all(send.data(), got.data(), 30, {}, "all to all", digests.data());
   expect_more(30 * others, "all_to_all");
   transport.reduce_scatter(send.data(), got.data(), 25, fp32, {}, "sum");
   expect_more(100 * others, "reduce_scatter");
@@ -234,12 +235,7 @@ TEST(Collectives, CountWhatTheyReceive) {
 
 /// Order 1, of a rank's own, and the same on every rank that works it out.
 std::vector<float> values_of(std::uint64_t seed, int rank, std::size_t count) {
-  std::seed_seq mix{seed, std::uint64_t(rank)};
-  std::mt19937 random(mix);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(random);
-  return values;
+  return random_floats(static_cast<std::int64_t>(count), seed, static_cast<std::uint32_t>(rank));
 }
 
 Bytes stored(const std::vector<float>& values, DType dtype) {
@@ -435,12 +431,12 @@ TEST(Started, TestBringsThemToTheirEnd) {
 TEST(Started, SayWhatTheRunIsToo) {
   const Communicator world = host_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
-  std::vector<std::uint64_t> said(world.size());
-  said[world.rank()] = world.rank() == 1 ? 8 : 7;
+  std::vector<std::uint64_t> digests(world.size());
+  digests[world.rank()] = world.rank() == 1 ? 8 : 7;
   std::vector<int> got(world.size());
   int mine = 1;
   comm::Transfer transfer = comm::transport_of(world).start_all_gather(
-      &mine, got.data(), sizeof mine, {}, "states", said.data());
+      &mine, got.data(), sizeof mine, {}, "states", digests.data());
   EXPECT_THROW(transfer.wait({}), UsageError);
   EXPECT_THROW(world.barrier("after"), UsageError);
 }

@@ -19,6 +19,7 @@
 #include "kernels/backend.hpp"
 #include "launcher/judge/oracle.hpp"
 #include "tests/support/host_pages.hpp"
+#include "tests/support/random_elements.hpp"
 #include "tests/support/sanitized.hpp"
 
 namespace longspan::tests {
@@ -75,10 +76,10 @@ class HostProblem {
     q = Array(shape.q_dtype.value_or(shape.dtype), tokens() * q_stride());
     k = Array(shape.kv_dtype.value_or(shape.dtype), key_start.back() * kv_stride());
     v = k;
+    fill(q, tokens(), q_stride(), shape.heads * shape.dim, normal_values(seed, 0));
+    fill(k, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, normal_values(seed, 1));
+    fill(v, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, normal_values(seed, 2));
     std::mt19937 random(seed);
-    fill(q, tokens(), q_stride(), shape.heads * shape.dim, random);
-    fill(k, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, random);
-    fill(v, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, random);
     draw_scales_and_biases(random);
     table_seed_ = static_cast<std::uint32_t>(random());
   }
@@ -417,10 +418,12 @@ class HostProblem {
     return start;
   }
 
-  static void fill(Array& a, std::int64_t rows, std::int64_t stride, int n, std::mt19937& random) {
-    std::normal_distribution<float> normal;
-    for (std::int64_t r = 0; r < rows; ++r)
-      for (int c = 0; c < n; ++c) a.set(r * stride + c, normal(random));
+  /// Fills rows, and leaves the gaps between them.
+  static void fill(Array& a, std::int64_t rows, std::int64_t stride, std::int64_t row_size,
+                   const launcher::RandomTensor& values) {
+    values.for_each(0, rows * row_size, [&](std::int64_t i, float value) {
+      a.set(i / row_size * stride + i % row_size, value);
+    });
   }
 
   launcher::RowMajor sequence(const Array& a, int b, int head) const {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "tests/support/on_device.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace longspan::tests {
 
@@ -42,14 +43,6 @@ inline std::vector<GridCase> merge_grid() {
 }
 
 inline constexpr std::int64_t kMostElements = std::int64_t{4096} * 64 * 256;
-
-/// Elements of order 1 that all cases take their parts from, each from a place of its own.
-inline std::vector<std::byte> grid_pool(DType dtype, std::int64_t count, std::mt19937& random) {
-  std::vector<std::byte> pool(static_cast<std::size_t>(count) * size_of(dtype));
-  std::normal_distribution<float> normal;
-  for (std::int64_t i = 0; i < count; ++i) store_element(pool.data(), dtype, i, normal(random));
-  return pool;
-}
 
 /// [2, heads, tokens]. Of all rows 25 % have both sides -inf, 10 % both +inf; of the others 10 %
 /// have a prefix of +inf, and 10 % a suffix. Rows past the prefix are copied, whatever their lse.

@@ -9,7 +9,6 @@
 #include <map>
 #include <numeric>
 #include <optional>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -18,6 +17,7 @@
 #include "longspan/mask.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace longspan::tests {
 
@@ -38,18 +38,15 @@ struct Shape {
 
 class Problem {
  public:
-  Problem(const Shape& given, std::uint64_t seed) : shape(given), random_(seed) {
+  Problem(const Shape& given, std::uint64_t seed) : shape(given) {
     tokens = std::accumulate(shape.q_lens.begin(), shape.q_lens.end(), std::int64_t{0});
     keys = std::accumulate(shape.kv_lens.begin(), shape.kv_lens.end(), std::int64_t{0});
     query_start.assign(1, 0);
     for (std::int32_t len : shape.q_lens) query_start.push_back(query_start.back() + len);
-    q = draw(tokens * shape.heads * shape.dim);
-    k = draw(keys * shape.kv_heads * shape.dim);
-    v = draw(keys * shape.kv_heads * shape.of_value());
-    if (shape.sinks) {
-      sinks.resize(shape.heads);
-      for (float& sink : sinks) sink = normal_(random_);
-    }
+    q = draw(seed, 0, tokens * shape.heads * shape.dim);
+    k = draw(seed, 1, keys * shape.kv_heads * shape.dim);
+    v = draw(seed, 2, keys * shape.kv_heads * shape.of_value());
+    if (shape.sinks) sinks = random_floats(shape.heads, seed, 3);
   }
 
   int batch() const { return static_cast<int>(shape.q_lens.size()); }
@@ -148,11 +145,8 @@ class Problem {
   std::vector<float> sinks;        // [heads], or none
 
  private:
-  std::vector<std::byte> draw(std::int64_t count) {
-    std::vector<std::byte> values(count * size_of(shape.dtype));
-    for (std::int64_t i = 0; i < count; ++i)
-      launcher::store(values.data(), shape.dtype, i, normal_(random_));
-    return values;
+  std::vector<std::byte> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t count) const {
+    return random_elements(shape.dtype, count, seed, tensor);
   }
 
   std::vector<std::byte> share(const std::vector<std::byte>& whole, const Shard& shard,
@@ -179,9 +173,6 @@ class Problem {
                                  ((first + i) * shape.kv_heads + kv_head) * dim + d);
     return m;
   }
-
-  std::mt19937_64 random_;
-  std::normal_distribution<float> normal_;
 };
 
 }  // namespace longspan::tests

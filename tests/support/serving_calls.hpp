@@ -8,13 +8,13 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
 #include "longspan/serving.hpp"
+#include "tests/support/random_elements.hpp"
 
 namespace longspan {
 
@@ -23,13 +23,7 @@ using ::testing::HasSubstr;
 constexpr int kHeads = 4, kKvHeads = 2, kDim = 32, kPage = 16, kPages = 9, kColumns = 4;
 constexpr int kTokens = 4, kBatch = 2, kSegments = 3, kPadded = 40;
 
-inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<float> values(n);
-  for (float& value : values) value = normal(random);
-  return values;
-}
+using tests::random_floats;
 
 inline std::vector<float> nans(std::size_t n) { return std::vector<float>(n, NAN); }
 

@@ -25,6 +25,7 @@
 #include "longspan/shard.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"
+#include "tests/support/random_elements.hpp"
 #include "tests/support/serving.hpp"
 
 namespace longspan::tests {
@@ -387,23 +388,13 @@ class ServingProblem {
     return values;
   }
 
-  /// Values of mean 0 and variance 1, as functions of seed, tensor and index: Irwin and Hall's sum
-  /// of four uniform ones.
-  std::vector<std::byte> drawn(std::uint64_t tensor, std::int64_t rows, int heads, int dim) const {
+  std::vector<std::byte> drawn(std::uint32_t tensor, std::int64_t rows, int heads, int dim) const {
     const std::int64_t row = std::int64_t{heads} * dim;
     std::vector<std::byte> values(rows * row * size_of(shape.dtype));
     in_parallel(rows, [&](std::int64_t r) {
-      for (std::int64_t i = r * row; i < (r + 1) * row; ++i) {
-        std::uint64_t x =
-            (seed_ * 8 + tensor) * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(i);
-        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-        x ^= x >> 31;
-        const auto sum =
-            static_cast<float>((x & 0xffff) + (x >> 16 & 0xffff) + (x >> 32 & 0xffff) + (x >> 48));
-        launcher::store(values.data(), shape.dtype, i,
-                        (sum / 65536.0f - 2.0f) * 1.7320508f * shape.magnitude);
-      }
+      normal_values(seed_, tensor).for_each(r * row, (r + 1) * row, [&](std::int64_t i, float x) {
+        launcher::store(values.data(), shape.dtype, i, x * shape.magnitude);
+      });
     });
     return values;
   }

@@ -19,7 +19,7 @@ TEST_F(MergeGrid, EveryCaseAgainstFloat64) {
   int count = 0;
   for (DType dtype : {fp32, fp16, bf16}) {
     const std::int64_t most = full ? kMostElements : std::int64_t{613} * 16 * 256;
-    std::vector<std::byte> pool = grid_pool(dtype, 2 * most, random_);
+    std::vector<std::byte> pool = random_elements(dtype, 2 * most, random_());
     for (const GridCase& c : merge_grid()) {
       if (c.dtype != dtype) continue;
       const bool in_part = (c.tokens == 256 || c.tokens == 613) && (c.heads == 4 || c.heads == 16);

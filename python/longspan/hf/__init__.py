@@ -1,0 +1,26 @@
+"""longspan for Hugging Face transformers: attention, and a cache that is sharded across ranks.
+
+    import longspan.hf as hf                       # registers the attention "longspan"
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longspan")
+    cache = hf.ShardedCache(model, max_cache_len=1_000_000)     # each rank holds its share
+    hf.prefill(model, input_ids, cache)                         # each rank computes its share
+    tokens = model.generate(input_ids, past_key_values=cache)
+
+Every rank runs the same program on the same input_ids and gets the same tokens; it holds all weights.
+Without a ShardedCache the attention "longspan" is that of one process, over whatever cache there is.
+What is not supported is refused by name: padding, masks of the caller's own, chunked and linear layers,
+position_bias, dropout, beams, models that compute attention themselves, caches of latent keys.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ._attention import attention, mask
+from ._cache import ShardedCache
+from ._prefill import prefill
+from ._sealed import NAME
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)
+
+__all__ = ["ShardedCache", "prefill"]

@@ -1,0 +1,170 @@
+"""What transformers calls: the attention "longspan", and the masks that it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from .. import InputError, UnsupportedError
+from ..torch._groups import alone_name
+from ..torch._ops import attend as _attend
+from ._sealed import NAME, Held, Mask, Share, shares
+
+# What models hand on to attention, and what no result depends on.
+_NO_MATTER = frozenset((
+    "cache", "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"))
+
+_masks: dict[tuple, type] = {}
+
+
+@torch.compiler.assume_constant_result
+def _mask_type(who: str, causal: bool, window: int | None) -> type:
+    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window))
+    return _masks.setdefault((who, causal, window), made)
+
+
+def _refuse(name: str, why: str = "is not supported") -> None:
+    raise UnsupportedError(f"{name} {why} by the attention '{NAME}'")
+
+
+def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+              scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+              softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
+              **others: Any) -> tuple[Tensor, None]:
+    """What transformers calls as the attention "longspan".
+
+    Args:
+        query: [batch, heads, tokens, dim]; key, value: [batch, kv_heads, keys, dim], as the cache gave them.
+        attention_mask: what mask() made, or None; others are refused.
+        scaling: of the products. dropout: 0. sliding_window: keys that a token sees, its own included.
+        softcap: of the scores. s_aux: [heads] learned sinks. is_causal: None asks the module; a mask says it itself.
+
+    Returns:
+        ([batch, tokens, heads, dim], None).
+    """
+    share = _share_of(module, key, value)
+    if dropout:
+        _refuse("dropout")
+    for name, given in others.items():
+        if given is not None and given is not False and name not in _NO_MATTER:
+            _refuse(name)
+    options = _visible(module, query, key, attention_mask, sliding_window, is_causal, share)
+    if scaling is not None:
+        options["softmax_scale"] = scaling
+    if softcap is not None:
+        options["softcap"] = softcap
+    if s_aux is not None:
+        options["sinks"] = s_aux
+    with torch._C.DisableTorchFunction():
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    if share is None:
+        return _attend(q, k, v, alone_name(query.device.type), **options), None
+    options["keys"] = share.layout
+    now = share.forward.prefill
+    if now is None:
+        return _attend(q, k, v, share.name, cache_seqlens=share.lengths, **options), None
+    held = now.before + now.rows
+    out = _attend(q[:, :now.rows], k[:, :held], v[:, :held], share.name, queries=share.layout, total_keys=now.end,
+                  total_queries=now.end - now.start, **options)
+    if now.rows:
+        return out, None
+    return q.new_zeros(*q.shape[:3], value.shape[-1]), None
+
+
+def _share_of(module: torch.nn.Module, key: Tensor, value: Tensor) -> Share | None:
+    """Whose keys these are: None where they are no ShardedCache's."""
+    if not isinstance(key, Held) and not isinstance(value, Held):
+        return None
+    if not isinstance(key, Held) or not isinstance(value, Held) or type(key).number != type(value).number or (
+            type(key).part != "keys" or type(value).part != "values"):
+        raise UnsupportedError(f"{type(module).__name__} gives the attention '{NAME}' keys and values of which not both are "
+                               "what the ShardedCache returned for one layer; such a model is not supported")
+    share = shares[type(key).number]
+    share.forward.waiting = -1
+    return share
+
+
+def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None,
+             sliding_window: int | None, is_causal: bool | None, share: Share | None) -> dict:
+    """What each row sees. A mask says it, as for transformers' own attention; the module does where there is none."""
+    rows, keys = query.shape[2], key.shape[2]
+    if share is not None:
+        if rows != share.new:
+            raise UnsupportedError(f"{type(module).__name__} has {rows} query rows, and {share.new} tokens came into the "
+                                   "ShardedCache; such a model is not supported")
+        keys = rows  # that are new, as get_mask_sizes() counts them
+    causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, sliding_window
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Mask):
+            _refuse("attention_mask", "of the caller's own is not supported")
+        if attention_mask.shape[-2] != rows or attention_mask.shape[-1] != keys:
+            raise UnsupportedError(f"{type(module).__name__} has {rows} query rows and {keys} keys, and its mask is "
+                                   f"one of {attention_mask.shape[-2]} rows and {attention_mask.shape[-1]} keys; such a "
+                                   "model is not supported")
+        causal, window = type(attention_mask).causal, type(attention_mask).window
+        if sliding_window is not None and window != sliding_window:
+            raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
+                                   "which of them holds is not clear")
+    elif causal and rows != keys and rows > 1:  # transformers' own attentions differ in what they do then
+        raise UnsupportedError(f"{type(module).__name__} is causal, and has {rows} query rows, {keys} keys and no mask: which "
+                               "keys a row sees is not clear")
+    if share is not None and share.forward.prefill is not None and not causal:
+        _refuse("prefill of layers that are not causal")
+    if window is None:
+        return {"causal": causal}
+    if not causal:
+        _refuse("sliding_window", "of a layer that is not causal is not supported")
+    return {"causal": True, "window_left": window - 1}
+
+
+def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = causal_mask_function,
+         attention_mask: Tensor | None = None, q_offset: Any = None, kv_offset: Any = 0, **others: Any) -> Tensor:
+    """What transformers calls to make a mask for the attention "longspan", which alone can read it.
+
+    Causal masks, windows over them and masks of everything are made. Others, and padding, are refused.
+    """
+    config = others.get("config")
+    causal, window = mask_function is not bidirectional_mask_function, None
+    if causal and mask_function is not causal_mask_function:
+        _check_kind(mask_function, q_length, others, config)
+        window = others["local_size"]
+    if causal and q_offset is not None and kv_offset is not q_offset and (
+            isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
+        _refuse("a cache with room to spare, such as StaticCache,")
+    if attention_mask is not None:  # of a cache with room it has less than all keys
+        _check_padding(attention_mask, kv_offset + kv_length)
+    device = others.get("device") or (None if attention_mask is None else attention_mask.device)
+    return torch.empty((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(
+        _mask_type(type(config).__name__, causal, window))
+
+
+def _check_padding(attention_mask: Tensor, tokens: Any) -> None:
+    """A mask of fewer tokens than there are keys is one of padding: transformers fills it up with zeros."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(attention_mask.all(), "attention_mask has padding, which is not supported")
+        return
+    if not bool(attention_mask.all()):
+        _refuse("padding (zeros in attention_mask)")
+    if attention_mask.shape[-1] < int(tokens):
+        raise InputError(f"attention_mask is of {attention_mask.shape[-1]} tokens, and there are {int(tokens)}, those in the "
+                         "cache included; give all of them, or no mask")
+
+
+def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:
+    """A window over a causal mask is all that there is besides."""
+    if others.get("use_vmap"):
+        _refuse("or_mask_function or and_mask_function")
+    if others.get("local_size") is None or getattr(config, "attention_chunk_size", None) is not None:
+        _refuse("a mask of packed sequences, blocks or chunks")
+    if torch.compiler.is_compiling():  # closures are not seen, but what transformers makes of them is
+        if others.get("allow_is_causal_skip") is False and q_length != 1:
+            _refuse("a mask of packed sequences or blocks")
+        return
+    parts = [cell.cell_contents for cell in mask_function.__closure__ or ()]
+    names = [getattr(part, "__qualname__", "") for group in parts if isinstance(group, tuple) for part in group]
+    if names != ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]:
+        _refuse(f"a mask of {' and '.join(names) or 'another kind'}")

@@ -1,0 +1,178 @@
+"""Prefill in shards: each rank computes keys and values of its own tokens of a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import InputError, UnsupportedError, UsageError
+from ..torch._groups import known
+from ._cache import ShardedCache, config_of
+from ._sealed import NAME, Prefill
+
+
+@torch.no_grad()
+def prefill(model: Any, input_ids: Tensor, cache: ShardedCache, *, attention_mask: Tensor | None = None,
+            chunk: int | None = None) -> None:
+    """Computes keys and values of a prompt, each rank those of its own tokens, into the cache. Collective.
+
+    The cache holds then all tokens of the prompt but the last, and no others. The last one is left to `generate`, which
+    starts with it. What a rank computes, and holds meanwhile, is its share of the prompt, or of each chunk.
+
+    Args:
+        model: that of the cache.
+        input_ids: [batch, tokens], the same on every rank. Tokens that a prefill before has computed are not computed
+            again, as far as they are the first of this prompt too; what else the cache holds is forgotten.
+        cache: a ShardedCache.
+        attention_mask: as a tokenizer gives it, [batch, tokens], all ones: padding is refused.
+        chunk: tokens of a forward, over all ranks; rounded up to full rounds of blocks. None: all at once.
+
+    Raises:
+        InputError: input_ids that do not fit, or are too many. UsageError: they, or the caches, differ between ranks.
+        UnsupportedError: padding, a model without position_ids. RankError: a rank died or did not come.
+    """
+    if not isinstance(cache, ShardedCache):
+        raise TypeError(f"cache is of type '{type(cache).__name__}'; a ShardedCache is wanted")
+    try:
+        run, called = _check_prompt(model, input_ids, cache, attention_mask, chunk)
+    except Exception as error:
+        if cache.comm.size > 1:  # the others wait for this rank
+            cache.comm.gather(json.dumps({"error": f"{error}"}).encode(), "comparison of prompts")
+        raise
+    start = _known_of(cache, input_ids)
+    _compare_prompts(cache, input_ids, start, chunk)
+    for layer in cache.layers:
+        layer.keep(start)
+    ids = input_ids[:, :-1].to("cpu", torch.int64, copy=True)
+    for stop in _steps(cache, start, ids.shape[1], chunk):
+        try:
+            _prefill_step(run, called, input_ids, cache, start, stop)
+        except BaseException:
+            for layer in cache.layers:
+                layer.keep(start)
+            raise
+        for layer in cache.layers:
+            layer.keep(stop)
+            layer.known = stop
+        cache._ids, start = ids, stop
+
+
+def _check_prompt(model: Any, input_ids: Any, cache: ShardedCache, attention_mask: Any, chunk: Any) -> tuple[Any, str]:
+    """What runs the layers, and how it calls the cache."""
+    config = config_of(model)
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise InputError("input_ids: whole numbers in [batch, tokens] are wanted")
+    if not input_ids.numel():
+        raise InputError(f"input_ids has the shape {list(input_ids.shape)}; there is no token")
+    if attention_mask is not None and not bool((attention_mask == 1).all()):
+        raise UnsupportedError("attention_mask has padding; give sequences of one length")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise InputError(f"chunk is {chunk!r}; it is at least 1")
+    tokens = input_ids.shape[1]
+    if tokens > cache._max_cache_len:
+        raise InputError(f"input_ids has {tokens} tokens; the cache was made for max_cache_len={cache._max_cache_len}")
+    run = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if not isinstance(run, PreTrainedModel):  # some call their last projection so
+        run = model.base_model
+    takes = inspect.signature(run.forward).parameters
+    if "position_ids" not in takes:
+        raise UnsupportedError(f"{type(run).__name__} takes no position_ids, by which a rank says which tokens of the prompt "
+                               "it computes; call generate without prefill")
+    _check_rope(config, cache, tokens, chunk)
+    if not cache._counts:
+        _check_positions(run, input_ids)
+        cache._counts = True
+    return run, "cache" if "cache" in takes else "past_key_values"
+
+
+def _check_positions(run: Any, input_ids: Tensor) -> None:
+    """That the model counts positions from 0, which some do not (RoBERTa begins with the one after that of padding)."""
+    first = input_ids[:, :1]
+    by_itself, given = (run(input_ids=first, use_cache=False, **more)[0] for more in (
+        {}, {"position_ids": torch.zeros_like(first)}))
+    if (by_itself - given).abs().max() > torch.finfo(given.dtype).eps ** 0.5 * given.abs().max():
+        raise UnsupportedError(f"{type(run).__name__} counts positions by a rule of its own, and a rank could not say which "
+                               "tokens of the prompt it computes; call generate without prefill")
+
+
+def _check_rope(config: Any, cache: ShardedCache, tokens: int, chunk: int | None) -> None:
+    """Frequencies that depend on the last position of a forward are those of one forward of all tokens, or refused."""
+    given = getattr(config, "rope_parameters", None) or {}
+    for rope in [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]:
+        if rope.get("rope_type") not in ("dynamic", "longrope"):
+            continue
+        short = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        around = cache._rule.block * cache.comm.size  # the last position of a rank is at most as many below the step's
+        steps = list(_steps(cache, 0, tokens - 1, chunk))
+        least = min((max(begin, stop - around) + 1 for begin, stop in zip([0] + steps, steps)), default=tokens)
+        if tokens > short and (rope["rope_type"] == "dynamic" or least <= short):
+            raise UnsupportedError(
+                f"the model's rope_type is '{rope['rope_type']}': a prompt of {tokens} tokens, more than "
+                f"original_max_position_embeddings={short}, would have other frequencies in parts than at once; call "
+                "generate without prefill" + (", or give no chunk" if rope["rope_type"] == "longrope" and chunk else ""))
+
+
+def _steps(cache: ShardedCache, start: int, end: int, chunk: int | None) -> Any:
+    """Where forwards of [start, end) stop. Tokens up to a full round of blocks are one, which every rank computes."""
+    around = cache._rule.block * cache.comm.size
+    step = max(end, 1) if chunk is None else -(-chunk // around) * around
+    if start % around and start < end:
+        start = min(end, -(-start // around) * around)
+        yield start
+    while start < end:
+        start = min(end, start + step - start % around)
+        yield start
+
+
+def _prefill_step(run: Any, called: str, input_ids: Tensor, cache: ShardedCache, start: int, stop: int) -> None:
+    ranks, rule = known(cache._name), cache._rule
+    if start % (rule.block * ranks.size):
+        run(input_ids=input_ids[:, start:stop], use_cache=True, **{called: cache})
+        return
+    own = rule.shard(stop - start, ranks.rank, ranks.size)
+    rows = torch.tensor(list(own.positions()), dtype=torch.int64, device=input_ids.device)
+    before = len(rule.shard(start, ranks.rank, ranks.size))
+    if not len(rows):  # models do not take no tokens: one, which is not looked at
+        rows = rows.new_zeros(1)
+    cache._forward.prefill, cache._forward.updates = Prefill(start, stop, before, len(own)), 0
+    try:
+        run(input_ids=input_ids[:, start + rows], position_ids=(start + rows).expand(input_ids.shape[0], -1),
+            use_cache=True, **{called: cache})
+    finally:
+        cache._forward.prefill = None
+    if cache._forward.waiting >= 0:
+        raise UnsupportedError(f"{cache._who}: layer {cache._forward.waiting} has not given the attention '{NAME}' the keys "
+                               "that the ShardedCache returned; such a model is not supported")
+    if cache._forward.updates != len(cache.layers):
+        raise UnsupportedError(f"{cache._who} has put keys into the ShardedCache {cache._forward.updates} times, and its config "
+                               f"says {len(cache.layers)} layers; such a model is not supported")
+
+
+def _known_of(cache: ShardedCache, input_ids: Tensor) -> int:
+    """Tokens, the first ones, that the cache has of this prompt, its last one left out."""
+    if cache._ids is None or cache._ids.shape[0] != input_ids.shape[0]:
+        return 0
+    count = min([layer.known for layer in cache.layers] + [cache._ids.shape[1], input_ids.shape[1] - 1])
+    differ = (cache._ids[:, :count] != input_ids[:, :count].to("cpu")).any(0).nonzero()
+    return int(differ[0]) if len(differ) else count
+
+
+def _compare_prompts(cache: ShardedCache, input_ids: Tensor, start: int, chunk: int | None) -> None:
+    own, comm = input_ids.to("cpu", torch.int64).contiguous(), cache.comm
+    mine = {"input_ids": [list(own.shape), hashlib.sha256(own.numpy().tobytes()).hexdigest()], "chunk": chunk,
+            "max_cache_len": cache._max_cache_len, "block": cache._rule.block, "the number of tokens in the cache": start}
+    for rank, theirs in enumerate(comm.gather(json.dumps(mine).encode(), "comparison of prompts")):
+        other = json.loads(theirs)
+        if "error" in other:
+            raise UsageError(f"prefill was refused on rank {rank}, and not on rank {comm.rank}: {other['error']}")
+        for name, value in mine.items():
+            if other[name] != value:
+                found = "" if name == "input_ids" else f" ({value} and {other[name]})"
+                raise UsageError(f"{name} differs between rank {comm.rank} and rank {rank}{found}; every rank gives the "
+                                 "same")

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <charconv>
 #include <cstdint>
 #include <limits>
@@ -16,7 +17,7 @@
 namespace longspan::comm {
 namespace {
 
-constexpr std::uint64_t kMostRanks = 1'000'000;  // as each takes a table entry and gets letters
+constexpr std::uint64_t kMostRanks = 1'000'000;  // as each takes a table entry and gets messages
 
 /// Reads a number that a launcher set, in [low, high]. Job ids are larger than an int holds.
 std::optional<std::uint64_t> number(const char* name, std::uint64_t low, std::uint64_t high) {
@@ -72,6 +73,7 @@ constexpr Variables kTorch{"RANK", "WORLD_SIZE", "MASTER_ADDR"};
 constexpr Variables kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"};
 constexpr Variables kMpich{"PMI_RANK", "PMI_SIZE"};
 constexpr Variables kSlurm{"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+constexpr std::array kAll{kTorch, kOpenMpi, kMpich, kSlurm};
 
 bool has_all(const Variables& of) {
   return env_text(of.rank) && env_text(of.size) && (!of.address || env_text(of.address));
@@ -150,6 +152,16 @@ Launch find_launch() {
   }
   for (const Variables& half : {kOpenMpi, kMpich, kTorch}) refuse_half(half);
   if (task.value_or(0) > 0 || tasks) refuse_half(kSlurm);
+  return {};
+}
+
+std::string launched_rank() {
+  for (const Variables& of : kAll) try {
+      const auto rank = rank_in(of.rank), size = ranks_in(of.size);
+      if (rank && size.value_or(1) > 1)
+        return fmt::format("{}={}, {}={}", of.rank, *rank, of.size, *size);
+    } catch (const UsageError&) {  // find_launch refuses them
+    }
   return {};
 }
 

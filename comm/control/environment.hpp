@@ -22,6 +22,9 @@ struct Launch {
 /// together, and where some of those that tell a rank its place are set and others are not.
 Launch find_launch();
 
+/// See launched_rank of longspan/communicator.hpp.
+std::string launched_rank();
+
 /// The caller's deadline, or else the environment's.
 std::chrono::milliseconds deadline_of(const CommOptions& options);
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from . import _core
 from ._core import Communicator
 
@@ -13,9 +11,6 @@ if TYPE_CHECKING:
 
     from ._types import Device
 
-# What launchers tell a process: its rank, and how many there are.
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-              ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 _asked = False  # whether this process has looked for them
 
 
@@ -25,16 +20,14 @@ def warn_of_others(function: str) -> None:
     if _asked:
         return
     _asked = True
-    for rank, size in _LAUNCHERS:
-        own, count = os.environ.get(rank, ""), os.environ.get(size, "")
-        if own.isdigit() and count.isdigit() and int(count) > 1:
-            import warnings
+    launched = _core.launched_rank()
+    if not launched:
+        return
+    import warnings
 
-            warnings.warn(f"longspan.{function} is given no comm, and this is one of several ranks ({rank}={own}, "
-                          f"{size}={count}): it takes the keys of this process for all there are. Give "
-                          "comm=longspan.from_environment(), or comm=longspan.alone() where that is meant.",
-                          RuntimeWarning, stacklevel=3)
-            return
+    warnings.warn(f"longspan.{function} is given no comm, and this is one of several ranks ({launched}): it takes the "
+                  "keys of this process for all there are. Give comm=longspan.from_environment(), or "
+                  "comm=longspan.alone() where that is meant.", RuntimeWarning, stacklevel=3)
 
 
 def forget_warning() -> None:

@@ -322,6 +322,7 @@ void bind_communicators(nb::module_& m) {
   def_by_position(m, "from_environment", &environment_with);
   def_by_position(m, "from_exchange", &exchange_with);
   def_by_position(m, "from_mpi4py", &mpi4py_with);
+  m.def("launched_rank", &launched_rank);
   m.def("close_all", [] {
     defaults().clear();
     const std::vector<Comm*> open = all();

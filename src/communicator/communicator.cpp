@@ -106,6 +106,8 @@ Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
 
 Communicator self(Device device, int gpu) { return alone({.device = device, .gpu = gpu}); }
 
+std::string launched_rank() { return comm::launched_rank(); }
+
 Communicator from_environment(CommOptions options) {
   const comm::Launch launch = comm::find_launch();
   switch (launch.by) {

@@ -121,6 +121,10 @@ Communicator self(Device device = Device::host, int gpu = -1);
 /// thread at a time.
 Communicator from_environment(CommOptions options = {});
 
+/// What a launcher's variables say of this process where they make it one of several ranks, as in
+/// "RANK=1, WORLD_SIZE=4"; else empty. It makes nothing, and asks no other rank.
+std::string launched_rank();
+
 /// Gathers bytes: every rank's text, in rank order, given every rank's own. Any bytes may be in it.
 using ByteExchange = std::function<std::vector<std::string>(const std::string& mine)>;
 

@@ -301,14 +301,14 @@ def test_arrays_of_numpy_that_are_not_their_memory(rng):
 
 def test_a_negated_tensor_has_its_sign(rng):
     torch = pytest.importorskip("torch")
-    q, k, v = map(tensor, numbers(rng, (3, 9, 2, 16)))
+    q, k, v = map(torch.from_numpy, numbers(rng, (3, 9, 2, 16)))
     z = torch.complex(q, v)
     right = longspan.attend(-q, -k, -v)
     assert torch.equal(longspan.attend(*map(torch._neg_view, (q, k, v))), right)
     assert torch.equal(longspan.attend(-q, -k, z.conj().imag), right)  # and strides of 2
     merged, _ = longspan.merge_attn_states(torch._neg_view(q), q[..., 0].T, v, q[..., 0].T, base="e")
     assert torch.equal(merged, longspan.merge_attn_states(-q, q[..., 0].T, v, q[..., 0].T, base="e")[0])
-    slots, cache = [0, 1, 2], torch.zeros(2, 1, 4, 2, 16)
+    slots, cache = [0, 1, 2], torch.zeros(2, 1, 4, 2, 16, device="cpu")
     longspan.append_kv(torch._neg_view(q[:3]), v[:3], *cache, slots)
     assert torch.equal(cache[0, 0, :3], -q[:3]) and torch.equal(cache[1, 0, :3], v[:3])
     for given in (dict(out=torch._neg_view(q.clone())),

@@ -22,6 +22,13 @@ def name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
+def test_a_negated_tensor_is_refused():
+    """On processors it is copied."""
+    q, k, v = torch.randn(3, 9, 2, 64)
+    with pytest.raises(longspan.InputError, match="k is a lazily negated view.*k.resolve_neg"):
+        longspan.attend(q, torch._neg_view(k), v)
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("tokens, keys", [(1, 700), (7, 513), (130, 130), (300, 700)])
 @pytest.mark.parametrize("dim", [64, 128, 192])

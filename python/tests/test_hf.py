@@ -285,6 +285,8 @@ def generate(**options):
      NotImplementedError, "chunked_overlay"),
     (lambda: mask_of(transformers.masking_utils.padding_mask_function(IDS)), NotImplementedError, "packed"),
     (lambda: mask_of(lambda *a: True, use_vmap=True), NotImplementedError, "or_mask_function"),
+    (lambda: hf.mask(1, 3, 5, q_offset=0, kv_offset=0), NotImplementedError, "StaticCache"),
+    (lambda: hf.mask(1, 3, 5, q_offset=torch.tensor(0), kv_offset=0), NotImplementedError, "StaticCache"),
     (lambda: hf.ShardedCache(of(dict(layer_types=["chunked_attention"] * 2)), 9), NotImplementedError, "chunked"),
     (lambda: hf.ShardedCache(of(dict(layer_types=["linear_attention"] * 2)), 9), NotImplementedError, "linear"),
     (lambda: hf.ShardedCache(of(dict(attention_chunk_size=8)), 9), NotImplementedError, "chunked"),

@@ -132,14 +132,20 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
     if causal and mask_function is not causal_mask_function:
         _check_kind(mask_function, q_length, others, config)
         window = others["local_size"]
-    if causal and q_offset is not None and kv_offset is not q_offset and (
-            isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length):
+    if causal and q_offset is not None and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         _refuse("a cache with room to spare, such as StaticCache,")
     if attention_mask is not None:  # of a cache with room it has less than all keys
         _check_padding(attention_mask, kv_offset + kv_length)
     device = others.get("device") or (None if attention_mask is None else attention_mask.device)
     return torch.empty((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(
         _mask_type(type(config).__name__, causal, window))
+
+
+def _ends_together(q_length: int, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
+    """Whether the last query is the last key's. A ShardedCache gives one tensor for both offsets, which is not read."""
+    if kv_offset is q_offset:
+        return q_length == kv_length
+    return not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length
 
 
 def _check_padding(attention_mask: Tensor, tokens: Any) -> None:

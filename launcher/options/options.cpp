@@ -58,7 +58,8 @@ constexpr const char* kRunFooter = R"(Examples
       a context-parallel prefill: queries and keys both sharded, even work under
       the causal mask
 
-`longspan --help` lists the exit statuses; docs/reference/command.md explains the table.)";
+`longspan --help` lists the exit statuses;
+docs/reference/command.md explains the table.)";
 
 constexpr const char* kVerifyFooter = R"(Examples
   longspan verify --quick

@@ -49,7 +49,7 @@ class ScaleTest(CommandTest):
                         "--iterations", 1, "--json", path)
         self.assertEqual(done.returncode, OK, done.stderr)
         points, where = strategy_figures.points_of({"scale": json.loads(path.read_text())})
-        self.assertEqual(where, "processors, strong scaling, zigzag: fp32, dim 64")
+        self.assertEqual(where, "a CPU, strong scaling, zigzag: fp32, dim 64")
         self.assertEqual({(p["phase"], p["ranks"], p["keys"]) for p in points},
                          {("prefill", 2, 512), ("decode", 2, 512)})
         self.assertEqual({p["strategy"] for p in points if p["phase"] == "prefill"}, set(strategy_figures.COLORS))

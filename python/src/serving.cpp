@@ -10,6 +10,7 @@
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
+#include "longspan/limits.hpp"
 #include "longspan/merge.hpp"
 #include "longspan/serving.hpp"
 #include "python/src/arrays.hpp"

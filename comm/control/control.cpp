@@ -48,6 +48,7 @@ std::string Control::split_request(int color, int key) const {
 
 Group Control::group_of(const std::vector<std::string>& requests) const {
   std::vector<SplitRequest> all;
+  all.reserve(requests.size());
   for (const std::string& text : requests) all.push_back(decode_split_request(text));
   const SplitRequest& own = all[rank()];
   if (own.color < 0) return {};

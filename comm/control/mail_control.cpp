@@ -171,8 +171,8 @@ class MailControl final : public Control {
         continue;
       }
       try {
-        std::visit([&](auto&& content) { accept(from, std::move(content)); },
-                   decode(message->body));
+        auto decoded = decode(message->body);
+        std::visit([&](auto& content) { accept(from, std::move(content)); }, decoded);
       } catch (const Error& error) {
         fail(damaged(from, error.what()));
       }

@@ -388,7 +388,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return {std::move(self), number};
   }
   /// Throw UsageError for a rank that is to receive from itself more or less than it sends, and
-  /// Unsupported for a type that there is not.
+  /// Unsupported if the type does not exist.
   Collective shift_of(const void* send, std::size_t sent, void* recv, std::size_t received,
                       int distance) const;
   static Collective sum_of(const void* send, void* recv, std::size_t count, DType dtype);

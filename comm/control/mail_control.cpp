@@ -131,7 +131,7 @@ class MailControl final : public Control {
     std::vector<int> members;
     std::deque<Mailbox::Message> received;
 
-    /// Takes in a message of this rank of the parent; of who is no member nothing.
+    /// Accepts a message from this rank of the parent. Drops it if that rank is no member.
     void deliver(int from, Mailbox::Message::Kind kind, std::string body) {
       const auto member = std::find(members.begin(), members.end(), from);
       if (member == members.end()) return;

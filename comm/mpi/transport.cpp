@@ -221,7 +221,7 @@ class MpiTransport final : public ControlledTransport {
   void receive_digest(Open& open, int peer) const {
     if (!open.collective.digests) return;
     receive(open, open.collective.digests + peer, sizeof *open.collective.digests, peer);
-    open.received -= sizeof *open.collective.digests;  // it is none of the data
+    open.received -= sizeof *open.collective.digests;  // the digest is not data
   }
   void send_digest(Open& open, const std::byte* digest, int peer) const {
     if (open.collective.digests) send(open, digest, sizeof *open.collective.digests, peer);

@@ -61,7 +61,7 @@ struct Entry {
 /// A connection that is being made.
 struct Line {
   Fd fd;
-  int peer = -1;               // not known yet of who came
+  int peer = -1;               // -1 until the peer has named itself
   Handshake::Kind wants = {};  // the message that comes next
   std::size_t came = 0;        // bytes of it
   std::array<char, sizeof(Handshake)> bytes{};

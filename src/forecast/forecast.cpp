@@ -158,7 +158,8 @@ std::vector<Forecast> forecast(const Options& given, const Topology& topology, c
 }
 
 RunCost cost_of(const Options& options, int ranks, const RunSize& size, Device device) {
-  const StrategyInfo& strategy = choose_strategy(options, ranks, built_in_machine(Device::host));
+  const Machine machine = built_in_machine(Device::host);
+  const StrategyInfo& strategy = choose_strategy(options, ranks, machine);
   check_size(size, options);
   return entry_of(strategy).cost(options, ranks, size, device);
 }

@@ -454,6 +454,17 @@ TEST(Agreement, TypesOfFloatsAreCompared) {
   }
 }
 
+/// Also where nobody reads the arrays, as on GPUs without check_arrays.
+TEST(Agreement, SlopesOfEachSequenceDifferFromSlopesOfAllByTheirShape) {
+  Everything all, each;
+  std::vector<float> slopes{5, 6, 7, 8, 5, 6, 7, 8};
+  each.args.slopes = Tensor(slopes.data(), {2, Everything::kHeads});
+  const RunDescription of_all(all.args, all.options, false),
+      of_each(each.args, each.options, false);
+  EXPECT_NE(of_all.hash(), of_each.hash());
+  EXPECT_NE(of_all.text(nullptr, 0), of_each.text(nullptr, 0));
+}
+
 TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {
   std::ifstream page(std::string(LONGSPAN_SOURCE_DIR) + "/docs/contributing/ranks.md");
   std::stringstream text;

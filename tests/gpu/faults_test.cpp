@@ -202,9 +202,9 @@ TEST_F(GpuFaults, ArgumentsAreRefusedBeforeAnythingIsQueued) {
   paged.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim});  // said to be on the host
   paged.k_cache = pages(k);
   paged.v_cache = pages(v);
-  expect_fault("kv_len is missing", [&] { kernels.segmented_attention(a); });
   with({}, [&](const Arrays& arrays) {
     paged.block_table = arrays.table;
+    expect_fault("kv_len is missing", [&] { kernels.segmented_attention(a); });
     paged.query_start = arrays.start;
     paged.kv_len = arrays.kv_len;
     paged.out = rows(out, kHeads);

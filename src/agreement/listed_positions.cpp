@@ -96,7 +96,8 @@ bool ListedPositions::agree_on_length(std::int64_t most) const {
   });
 }
 
-void ListedPositions::check(Run& run) {
+void ListedPositions::check(Pass& pass) {
+  const Run& run = pass.run;
   Tables tables;
   if (!read(run, tables)) return;
   Said& own = said_[static_cast<std::size_t>(comm_.rank())];
@@ -104,9 +105,9 @@ void ListedPositions::check(Run& run) {
   if (keys_) own.keys = sums_of(tables.keys);
   if (rows_) own.rows = sums_of(tables.rows);
   own.length = tables.length;
-  gather(&own, 1, said_.data(), run.stream, "sums of listed positions", run.said);
+  gather(&own, 1, said_.data(), run.stream, "sums of listed positions", pass.said);
   const bool on_host = comm_.device() == Device::host;
-  if (on_host) run.said = nullptr;
+  if (on_host) pass.said = nullptr;
   // What is wrong with lengths the checks of arrays and of the run say.
   if (!on_host && !agree_on_length(run.attend.max_kv_len)) return;
   Said all;
@@ -120,7 +121,6 @@ void ListedPositions::check(Run& run) {
     find("key_table", tables.keys, length, all.keys.count, run.stream);
   if (rows_ && all.rows != whole_rows_.of(tokens))
     find("query_table", tables.rows, tokens, all.rows.count, run.stream);
-  if (keys_ && on_host) run.listed_keys = keys_of_rank_.data();
 }
 
 void ListedPositions::find(const char* name, std::span<const std::int64_t> table,

@@ -30,10 +30,15 @@ class ListedPositions {
   /// False where no run has a listed table of keys or queries that is read.
   bool are_checked() const { return !said_.empty(); }
 
+  /// [ranks] how many keys each rank lists in the run that was checked last; null where no keys are
+  /// listed, and on GPUs.
+  const std::int64_t* counts() const {
+    return keys_ && comm_.device() == Device::host ? keys_of_rank_.data() : nullptr;
+  }
+
   /// Checks the tables of a run. It is collective. On processors it also compares what ranks say of
-  /// the run, which is told how many keys each rank lists. Throws InputError, on every rank, for
-  /// what two entries list or none.
-  void check(Run& run);
+  /// the run. Throws InputError, on every rank, for what two entries list or none.
+  void check(Pass& pass);
 
  private:
   struct Sums {

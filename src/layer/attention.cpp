@@ -1,7 +1,7 @@
 // The layer: it checks, gives the strategy its memory, and hands each run to it.
 //
 //     make:  options -> agree between ranks -> kernels, strategy, memory
-//     run:   args -> check -> Run -> strategy             (nothing allocated, nothing waited for)
+//     run:   args -> check -> Run -> strategy's Pass      (nothing allocated, nothing waited for)
 #include "longspan/attention.hpp"
 
 #include <fmt/format.h>
@@ -107,21 +107,21 @@ struct Attention::Impl {
   }
 
   /// Says what this rank was given for the run.
-  void begin(Run& run) {
+  void begin(Pass& pass) {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
-        runs->begin({run.args, options, world.device() == Device::host}, run.stream);
-    run.say = begun.say;
-    run.said = begun.said;
-    run.merge.headers = begun.headers;
+        runs->begin({pass.run.args, options, world.device() == Device::host}, pass.run.stream);
+    pass.say = begun.say;
+    pass.said = begun.said;
+    pass.merge.headers = begun.headers;
   }
 
   /// Checks that the ranks list every position once, where a table says which they have.
-  void check_listed(Run& run) {
+  void check_listed(Pass& pass) {
     if (!listed->are_checked()) return;
-    run.enter(Phase::exchange);
-    if (world.device() == Device::host) run.say_to(*kernels);
-    listed->check(run);
+    pass.run.enter(Phase::exchange);
+    if (world.device() == Device::host) pass.say_to(*kernels);
+    listed->check(pass);
   }
 
   /// The largest run that the options allow.
@@ -278,17 +278,16 @@ struct Attention::Impl {
   }
 
   Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream) {
-    Run run{.args = args,
+    return {.args = args,
             .arrays = checked.arrays,
             .stream = stream,
             .attend = attend_params(args, checked),
             .merge = merge_params(args, checked.arrays),
+            .listed_keys = listed->counts(),
             .timed = clock.has_value(),
             .enter = [this, stream](Phase phase) {
               if (clock) clock->mark(phase, stream);
             }};
-    strategy->prepare(run);
-    return run;
   }
 };
 
@@ -307,18 +306,20 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   const Checked checked = layer.runs->checked(
       [&] { return check_attention(args, layer.options, layer.world); }, described);
   layer.runs->check();
-  Run run = layer.make_run(args, checked, stream);
-  layer.runs->checked([&] { layer.kernels->check(run.attend); }, described);
-  layer.begin(run);
+  const Run run = layer.make_run(args, checked, stream);
+  Pass pass(run);
+  layer.strategy->prepare(pass);
+  layer.runs->checked([&] { layer.kernels->check(pass.attend); }, described);
+  layer.begin(pass);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);
-  kernels::CheckParams checks = checks_of(run.attend, checked.cache.keys);
-  if (run.keys_travel) checks.geometry = run.all_rows();
+  kernels::CheckParams checks = checks_of(pass.attend, checked.cache.keys);
+  if (pass.keys_travel) checks.geometry = run.all_rows();
   checks.most_keys = layer.options.limits.max_total_keys;
   layer.check_arrays(checks, stream);
-  layer.check_listed(run);
-  if (args.new_k) layer.give_new_keys(run.attend, append_of(args), checked, stream);
-  layer.strategy->queue(run);
+  layer.check_listed(pass);
+  if (args.new_k) layer.give_new_keys(pass.attend, append_of(args), checked, stream);
+  layer.strategy->queue(pass);
   run.enter(Phase::merge);  // the end of the last phase
 }
 

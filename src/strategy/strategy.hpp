@@ -4,7 +4,9 @@
 // of them (two_level/). Strategies are the same for every backend and name no library.
 //
 //     make:  lay_out (twice: to count, then for good) -> open
-//     run:   prepare -> queue                              (nothing allocated, nothing waited for)
+//     run:   Run -> prepare -> Pass -> queue               (nothing allocated, nothing waited for)
+//
+// A Run is what was asked for, and nothing changes it. A Pass is what the strategy makes of it.
 #pragma once
 
 #include <functional>
@@ -33,40 +35,23 @@ struct Layer {
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };
 
-/// A run, whose arguments were checked.
+/// A run, whose arguments were checked. It is made once, and nothing changes it.
 struct Run {
   const AttentionArgs& args;
   const RunArrays& arrays;
   Stream stream;
 
-  // This rank's query rows and keys. With sharded queries only the starts of all ranks' rows are
-  // known. prepare() says where the queries that travel are, and where the state goes.
+  // This rank's query rows and keys where the caller has them, without a place for states. With
+  // sharded queries only the starts of all ranks' rows are known.
   kernels::AttendParams attend;
-  kernels::MergeParams merge;  // into the result; prepare() says of which states
+  kernels::MergeParams merge;  // into the result, of states that the strategy will name
 
-  // This rank's word about its run: kernels' `say` writes it to said[rank], and it travels with the
-  // data.
-  kernels::SayParams say;
-  std::uint64_t* said = nullptr;  // [ranks]; null: it has been compared
-
-  // prepare() says that the rows of all ranks see this rank's keys, and not its own alone: what is
-  // checked of pages is then what all of them need.
-  bool keys_travel = false;
-
-  // [ranks] how many keys each rank lists; null where keys are dealt out by a rule, and on GPUs.
+  // [ranks] how many keys each rank lists, which ranks have told each other when the run is queued;
+  // null where keys are dealt out by a rule, and on GPUs.
   const std::int64_t* listed_keys = nullptr;
 
-  /// Has words travel in memory that other GPUs write, and the kernel that writes the result
-  /// compare them there.
-  void compare_in(std::uint64_t* words, int rank) {
-    say.said = words + rank;
-    said = words;
-    merge.headers.said = words;
-  }
-  /// Says this rank's word, where the ranks of the strategy have something to compare.
-  void say_to(const kernels::AttentionKernels& with) const {
-    if (said != nullptr) with.say(say, stream);
-  }
+  bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
+  std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
 
   /// The geometry of the rows of all ranks, which are those that see the keys of this one.
   kernels::Geometry all_rows() const {
@@ -78,17 +63,45 @@ struct Run {
     g.queries = {};
     return g;
   }
+};
 
-  bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
-  std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
+/// What a strategy makes of a run: prepare() says where queries that travel are and where states
+/// go, and queue() goes on from there.
+struct Pass {
+  explicit Pass(const Run& of) : run(of), attend(of.attend), merge(of.merge) {}
+
+  const Run& run;
+  kernels::AttendParams attend;
+  kernels::MergeParams merge;
+
+  // This rank's word about its run: kernels' `say` writes it to said[rank], and it travels with the
+  // data.
+  kernels::SayParams say;
+  std::uint64_t* said = nullptr;  // [ranks]; null: it has been compared
+
+  // Whether the rows of all ranks see this rank's keys, and not its own alone: what is checked of
+  // pages is then what all of them need.
+  bool keys_travel = false;
+
+  /// Has words travel in memory that other GPUs write, and the kernel that writes the result
+  /// compare them there.
+  void compare_in(std::uint64_t* words, int rank) {
+    say.said = words + rank;
+    said = words;
+    merge.headers.said = words;
+  }
+  /// Says this rank's word, where the ranks of the strategy have something to compare.
+  void say_to(const kernels::AttentionKernels& with) const {
+    if (said != nullptr) with.say(say, run.stream);
+  }
 
   /// Queues the attention and the phase that ends it.
   void attend_to(const kernels::Epilogue& epilogue, Phase last,
                  const kernels::AttentionKernels& with,
                  const kernels::BetweenTiles& between = {}) const {
     kernels::EpilogueBegins begins;
-    if (timed) begins = [this, last] { enter(last); };
-    with.attend(attend, epilogue, stream, begins, between);
+    if (run.timed) begins = [this, last] { run.enter(last); };
+    with.attend(attend, epilogue, run.stream, begins, between);
   }
 };
 
@@ -110,12 +123,12 @@ class Strategy {
   /// The most phases that a run enters, its end included.
   virtual int most_marks() const { return 16; }
 
-  /// Fills in where the states of `run` are, and queues nothing. Throws Unsupported for a run that
-  /// the strategy cannot take.
-  virtual void prepare(Run& run) = 0;
+  /// Fills in where the queries and the states of a run are, and queues nothing. Throws Unsupported
+  /// for a run that the strategy cannot take.
+  virtual void prepare(Pass& pass) = 0;
 
   /// Queues the run. The result is written whole, on every rank.
-  virtual void queue(Run& run) = 0;
+  virtual void queue(Pass& pass) = 0;
 };
 
 /// Whether positions are dealt out by a table, and not by a rule alone.

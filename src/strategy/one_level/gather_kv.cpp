@@ -62,23 +62,24 @@ class GatherKv final : public Strategy {
     return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
   }
 
-  void prepare(Run& run) override {
-    keys_.check(run, "gather-kv");
-    run.keys_travel = layer_.comm.size() > 1;
-    states_->give(run);
+  void prepare(Pass& pass) override {
+    keys_.check(pass.run, "gather-kv");
+    pass.keys_travel = layer_.comm.size() > 1;
+    states_->give(pass);
   }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     run.enter(Phase::attend);
-    if (puts_ && puts_->queue(run, copied_keys())) return;
+    if (puts_ && puts_->queue(pass, copied_keys())) return;
     if (layer_.comm.size() > 1) {
-      run.say_to(layer_.kernels);
-      keys_.begin(run);
+      pass.say_to(layer_.kernels);
+      keys_.begin(pass);
       run.enter(Phase::exchange);
-      gather_keys(run);
+      gather_keys(pass);
       run.enter(Phase::attend);
     }
-    run.attend_to(run.merge, Phase::merge, layer_.kernels);
+    pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
   }
 
  private:
@@ -89,7 +90,8 @@ class GatherKv final : public Strategy {
   }
 
   /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
-  void gather_keys(Run& run) {
+  void gather_keys(Pass& pass) {
+    const Run& run = pass.run;
     std::int64_t most = 0;
     for (int p = 0; p < layer_.comm.size(); ++p) {
       most = std::max(most, keys_.rows_of(run, p));
@@ -97,20 +99,21 @@ class GatherKv final : public Strategy {
     }
     keys_.find_whole_starts(run, ordered_);
     if (is_host())
-      gather_where_they_come(run, most);
+      gather_where_they_come(pass, most);
     else
-      gather_in_order(run, most);
-    keys_.attend_to(run, ordered_, {.length = run.arrays.keys.length});
+      gather_in_order(pass, most);
+    keys_.attend_to(pass, ordered_, {.length = run.arrays.keys.length});
   }
 
   /// On processors: ranks know of one another how many keys they have, and no more travels.
-  void gather_where_they_come(Run& run, std::int64_t most) {
+  void gather_where_they_come(Pass& pass, std::int64_t most) {
+    const Run& run = pass.run;
     const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
     const KeyBlock own = keys_.own_keys(run, slot_of(rank, most));
     comm::Transfer word;
-    if (run.said)
-      word =
-          layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, "gather of keys", run.said);
+    if (pass.said)
+      word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, "gather of keys",
+                                          pass.said);
     for (int s = 1; s < ranks; ++s) {
       const int from = (rank - s + ranks) % ranks;
       const KeyBlock to = slot_of(from, most);
@@ -129,7 +132,7 @@ class GatherKv final : public Strategy {
     }
     word.wait(run.stream);
     for (comm::Transfers& transfers : open_) transfers.wait(run.stream);
-    run.attend.spans = {spans_, find_spans(run, own, most)};
+    pass.attend.spans = {spans_, find_spans(run, own, most)};
   }
 
   /// Finds where all keys lie, in the order of the sequences; returns the number of spans.
@@ -162,7 +165,8 @@ class GatherKv final : public Strategy {
   }
 
   /// On GPUs: keys, and then values, come in equal slots, and are copied into their order.
-  void gather_in_order(Run& run, std::int64_t most) const {
+  void gather_in_order(const Pass& pass, std::int64_t most) const {
+    const Run& run = pass.run;
     const int rank = layer_.comm.rank();
     const auto bring = [&](std::byte* KeyBlock::*part, std::int64_t row_bytes, const char* step) {
       const auto only = [&](KeyBlock block) {
@@ -179,7 +183,7 @@ class GatherKv final : public Strategy {
                                   run.stream);
       }
       layer_.comm.all_gather(slot, gathered_.*part, static_cast<std::size_t>(most * row_bytes),
-                             run.stream, step, run.said);
+                             run.stream, step, pass.said);
       for (int p = 0; p < layer_.comm.size(); ++p)
         keys_.copy_in_order(run, p, p == rank ? own : slot_of(p, most, row_bytes, row_bytes),
                             only(ordered_));

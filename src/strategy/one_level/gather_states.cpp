@@ -63,45 +63,47 @@ class GatherStates final : public Strategy {
 
   ExchangeInfo exchange() const override { return exchange_; }
 
-  void prepare(Run& run) override {
-    rows_.prepare(run);
-    if (rows_.are_dealt()) run.merge.rows = rows_.own_map(run);
-    states_->give(run, layer_.comm.rank());
-    run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
+  void prepare(Pass& pass) override {
+    const Run& run = pass.run;
+    rows_.prepare(pass);
+    if (rows_.are_dealt()) pass.merge.rows = rows_.own_map(run);
+    states_->give(pass, layer_.comm.rank());
+    pass.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
   }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     const kernels::AttentionKernels& kernels = layer_.kernels;
     const bool alone = layer_.comm.size() == 1;  // then no state has to travel
-    const kernels::StateSlots& states = run.attend.state;
+    const kernels::StateSlots& states = pass.attend.state;
     const bool by_peer_buffers = peers_ != nullptr && states.rows <= peer_buffer_rows_;
-    if (!alone && !by_peer_buffers) run.say_to(kernels);
+    if (!alone && !by_peer_buffers) pass.say_to(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
-      rows_.gather(run);
+      rows_.gather(pass);
     }
 
     run.enter(Phase::attend);
-    if (alone) return run.attend_to(run.merge, Phase::merge, kernels);
-    if (by_peer_buffers) return run.attend_to(exchange_of(run), Phase::exchange, kernels);
-    kernels.attend(run.attend, run.stream);
+    if (alone) return pass.attend_to(pass.merge, Phase::merge, kernels);
+    if (by_peer_buffers) return pass.attend_to(exchange_of(pass), Phase::exchange, kernels);
+    kernels.attend(pass.attend, run.stream);
 
     run.enter(Phase::exchange);
-    layer_.comm.all_gather(states.data + run.attend.slot * states.slot_bytes(), states.data,
+    layer_.comm.all_gather(states.data + pass.attend.slot * states.slot_bytes(), states.data,
                            static_cast<std::size_t>(states.slot_bytes()), run.stream,
-                           "gather of states", run.said);
+                           "gather of states", pass.said);
 
     run.enter(Phase::merge);
-    kernels.merge(run.merge, run.stream);
+    kernels.merge(pass.merge, run.stream);
   }
 
  private:
-  kernels::ExchangeParams exchange_of(const Run& run) const {
+  kernels::ExchangeParams exchange_of(const Pass& pass) const {
     layer_.comm.check("attention");  // as no collective does; the step is that of Attention::wait
-    kernels::ExchangeParams exchange{*peers_, run.merge, peer_buffer_rows_};
-    exchange.hash = run.say.hash;
-    exchange.contents = run.say.contents;
-    exchange.run = run.merge.headers.run;
+    kernels::ExchangeParams exchange{*peers_, pass.merge, peer_buffer_rows_};
+    exchange.hash = pass.say.hash;
+    exchange.contents = pass.say.contents;
+    exchange.run = pass.merge.headers.run;
     exchange.apart = layer_.options.exchange == Exchange::peer_buffers_apart;
     return exchange;
   }

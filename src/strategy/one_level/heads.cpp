@@ -43,35 +43,36 @@ class Heads final : public Strategy {
     return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
   }
 
-  void prepare(Run& run) override {
+  void prepare(Pass& pass) override {
     if (exchange_)
-      exchange_->prepare(run, "heads");
+      exchange_->prepare(pass, "heads");
     else
-      prepare_alone(run);
-    states_->give(run);
+      prepare_alone(pass);
+    states_->give(pass);
   }
 
-  void queue(Run& run) override {
-    run.enter(Phase::attend);
-    if (!exchange_) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
-    if (puts_->queue(run)) return;
-    run.say_to(layer_.kernels);
-    const kernels::MergeParams asked = run.merge;
-    exchange_->bring(run);
-    run.enter(Phase::attend);
-    run.attend_to(run.merge, Phase::exchange, layer_.kernels);
-    exchange_->take_back(run, asked);
+  void queue(Pass& pass) override {
+    pass.run.enter(Phase::attend);
+    if (!exchange_) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
+    if (puts_->queue(pass)) return;
+    pass.say_to(layer_.kernels);
+    const kernels::MergeParams asked = pass.merge;
+    exchange_->bring(pass);
+    pass.run.enter(Phase::attend);
+    pass.attend_to(pass.merge, Phase::exchange, layer_.kernels);
+    exchange_->take_back(pass, asked);
   }
 
  private:
   int ranks() const { return layer_.comm.size(); }
 
-  void prepare_alone(Run& run) const {
+  void prepare_alone(Pass& pass) const {
+    const Run& run = pass.run;
     if (run.arrays.queries.layout == Layout::listed)
       throw Unsupported(
           "strategy heads does not take listed query rows on one rank; gather-states does");
     if (layer_.options.queries || layer_.options.results.part == ResultPart::rows)  // all of them
-      run.merge.batch = {run.arrays.batch, run.arrays.query_start, run.arrays.kv_len};
+      pass.merge.batch = {run.arrays.batch, run.arrays.query_start, run.arrays.kv_len};
   }
 
   Layer layer_;

@@ -61,28 +61,29 @@ class RingKv final : public Strategy {
   /// Two phases a step, two ahead of the first, one for the merge and one for the end.
   int most_marks() const override { return 2 * layer_.comm.size() + 4; }
 
-  void prepare(Run& run) override {
-    keys_.check(run, "ring-kv");
-    run.keys_travel = layer_.comm.size() > 1;
-    states_->give(run);
+  void prepare(Pass& pass) override {
+    keys_.check(pass.run, "ring-kv");
+    pass.keys_travel = layer_.comm.size() > 1;
+    states_->give(pass);
   }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     const int ranks = layer_.comm.size();
     run.enter(Phase::attend);
-    if (ranks == 1) return run.attend_to(run.merge, Phase::merge, layer_.kernels);
+    if (ranks == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
     // What ranks say comes into the receive buffer with their keys.
-    if (receive_buffer_) run.compare_in(words_, layer_.comm.rank());
-    run.say_to(layer_.kernels);
-    keys_.begin(run);
+    if (receive_buffer_) pass.compare_in(words_, layer_.comm.rank());
+    pass.say_to(layer_.kernels);
+    keys_.begin(pass);
     const KeyBlock own = keys_.own_keys(run, copy_);
     last_ = plan(run, !receive_buffer_ && own.k == copy_.k);
 
     comm::Transfer word;  // what ranks say of the run, where no step says it
-    if (run.said && !receive_buffer_) {
+    if (pass.said && !receive_buffer_) {
       run.enter(Phase::exchange);
       word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream,
-                                          "ring of keys, agreement", run.said);
+                                          "ring of keys, agreement", pass.said);
     }
     Moves moves(ranks);
     for (int step = 0;;) {
@@ -90,7 +91,7 @@ class RingKv final : public Strategy {
       if (step == last_) hear_all(run, step, own, word, moves);
       int next = next_step(step);
       if (receive_buffer_ && step == last_) next = ranks;
-      attend_beside(run, step, next, own, moves);
+      attend_beside(pass, step, next, own, moves);
       if (next == ranks) break;
       run.enter(Phase::exchange);
       word.wait(run.stream);
@@ -184,7 +185,8 @@ class RingKv final : public Strategy {
 
   /// Attends to the keys that step `step` has brought, those of this rank in step 0, while those of
   /// step `next` come; where they come into the same block, they come afterwards.
-  void attend_beside(Run& run, int step, int next, const KeyBlock& own, Moves& moves) const {
+  void attend_beside(Pass& pass, int step, int next, const KeyBlock& own, Moves& moves) const {
+    const Run& run = pass.run;
     const int ranks = layer_.comm.size();
     const bool attends = step == 0 || steps_[step].receives;
     const bool sets_out = next < ranks && next > moves.started;
@@ -199,8 +201,8 @@ class RingKv final : public Strategy {
     const auto attend_now = [&] {
       if (!attends) return;
       run.enter(Phase::attend);
-      if (step > 0) give(run, rank_at(-step), blocks_[steps_[step].block]);
-      attend(run, step == last_, next < ranks ? &moves.of(next) : nullptr);
+      if (step > 0) give(pass, rank_at(-step), blocks_[steps_[step].block]);
+      attend(pass, step == last_, next < ranks ? &moves.of(next) : nullptr);
     };
     if (kernel_first) return queue_first(run.stream, attend_now, end - next, start_next);
     if (beside) start_next();
@@ -250,20 +252,20 @@ class RingKv final : public Strategy {
   }
 
   /// Makes the keys of rank `rank`, which have come, those of the run.
-  void give(Run& run, int rank, const KeyBlock& block) const {
-    keys_.find_starts(run, rank, block);
-    keys_.attend_to(run, block, keys_.shard_of(run, rank, block));
-    run.attend.resume = true;
+  void give(Pass& pass, int rank, const KeyBlock& block) const {
+    keys_.find_starts(pass.run, rank, block);
+    keys_.attend_to(pass, block, keys_.shard_of(pass.run, rank, block));
+    pass.attend.resume = true;
   }
 
-  void attend(Run& run, bool is_last, comm::Transfers* coming) const {
+  void attend(const Pass& pass, bool is_last, comm::Transfers* coming) const {
     const kernels::BetweenTiles between = [coming] {
       if (coming != nullptr) let_go_on(*coming);
     };
     if (is_last)
-      run.attend_to(run.merge, Phase::merge, layer_.kernels, between);
+      pass.attend_to(pass.merge, Phase::merge, layer_.kernels, between);
     else
-      layer_.kernels.attend(run.attend, kernels::StateEpilogue{}, run.stream, {}, between);
+      layer_.kernels.attend(pass.attend, kernels::StateEpilogue{}, pass.run.stream, {}, between);
   }
 
   /// What it finds wrong ends the communicator, and is thrown by the wait.

@@ -51,29 +51,32 @@ class RingQ final : public Strategy {
   /// Two phases a step, and two around them.
   int most_marks() const override { return 3 * ranks() + 4; }
 
-  void prepare(Run& run) override {
+  void prepare(Pass& pass) override {
+    const Run& run = pass.run;
     check(run);
-    run.keys_travel = ranks() > 1;
-    std::int64_t rows = run.attend.tokens;  // of a slot: as many as the others take for this rank's
+    pass.keys_travel = ranks() > 1;
+    std::int64_t rows =
+        pass.attend.tokens;  // of a slot: as many as the others take for this rank's
     if (ranks() > 1) rows = rows_.rows_of(run, rank());
-    run.attend.tokens = std::min(run.attend.tokens, rows);
-    states_->give(run, rank(), rows);
-    run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
+    pass.attend.tokens = std::min(pass.attend.tokens, rows);
+    states_->give(pass, rank(), rows);
+    pass.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
   }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     const kernels::AttentionKernels& kernels = layer_.kernels;
     run.enter(Phase::attend);
-    if (ranks() == 1) return run.attend_to(run.merge, Phase::merge, kernels);
-    run.say_to(kernels);
-    append_new_keys(layer_, run);
-    find_starts(run);
+    if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, kernels);
+    pass.say_to(kernels);
+    append_new_keys(layer_, pass);
+    find_starts(pass);
     plan(run);
 
     run.enter(Phase::exchange);
-    if (run.said)
+    if (pass.said)
       layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "ring of queries, agreement",
-                             run.said);
+                             pass.said);
     if (own_rows(run) == sent_)
       layer_.kernels.place_rows({static_cast<const std::byte*>(run.args.q.data), sent_, nullptr,
                                  run.args.q.shape[0], rows_.row_bytes()},
@@ -81,7 +84,7 @@ class RingQ final : public Strategy {
     comm::Transfer coming = start_rows(run, 1);
     std::array<comm::Transfer, 2> going;
     run.enter(Phase::attend);
-    attend(run, run.attend, coming);
+    attend(run, pass.attend, coming);
     for (int s = 1; s < ranks(); ++s) {
       run.enter(Phase::exchange);
       coming.wait(run.stream);
@@ -89,14 +92,14 @@ class RingQ final : public Strategy {
       comm::Transfer& home = going[at(s % 2)];
       home.wait(run.stream);  // of two steps before, from the same slot
       run.enter(Phase::attend);
-      if (steps_[at(s)].comes) attend(run, guest_params(run, s), coming);
-      if (!steps_[at(s)].goes) write_empty(run, host(s));
+      if (steps_[at(s)].comes) attend(run, guest_params(pass, s), coming);
+      if (!steps_[at(s)].goes) write_empty(pass, host(s));
       run.enter(Phase::exchange);
-      home = start_states(run, s);
+      home = start_states(pass, s);
     }
     for (comm::Transfer& home : going) home.wait(run.stream);
     run.enter(Phase::merge);
-    kernels.merge(run.merge, run.stream);
+    kernels.merge(pass.merge, run.stream);
   }
 
  private:
@@ -144,15 +147,16 @@ class RingQ final : public Strategy {
   }
 
   /// Finds where the sequences of each rank's rows begin.
-  void find_starts(Run& run) const {
+  void find_starts(Pass& pass) const {
+    const Run& run = pass.run;
     if (run.arrays.query_start == nullptr) return;
     for (int p = 0; p < ranks(); ++p)
       layer_.kernels.row_starts({run.arrays.queries.with_rank(p), run.arrays.query_start,
                                  run.arrays.batch, starts_of(run, p)},
                                 run.stream);
-    run.attend.batch.query_start = starts_of(run, rank());
-    run.merge.batch.size = run.arrays.batch;
-    run.merge.batch.query_start = starts_of(run, rank());
+    pass.attend.batch.query_start = starts_of(run, rank());
+    pass.merge.batch.size = run.arrays.batch;
+    pass.merge.batch.query_start = starts_of(run, rank());
   }
 
   /// This rank's rows as they are sent: where they lie, or, where that is less than the bound that
@@ -171,9 +175,10 @@ class RingQ final : public Strategy {
   }
 
   /// Sends the guest's states home, and brings this rank's own from where its rows were.
-  comm::Transfer start_states(const Run& run, int s) const {
+  comm::Transfer start_states(const Pass& pass, int s) const {
+    const Run& run = pass.run;
     const Step& step = steps_[at(s)];
-    const kernels::StateSlots& own = run.attend.state;
+    const kernels::StateSlots& own = pass.attend.state;
     const std::size_t sent = at(slot_of(rows_.rows_of(run, guest(s)), nullptr).slot_bytes());
     return layer_.comm.start_shift(
         leaving_[at(s % 2)], step.comes ? sent : 0, own.data + host(s) * own.slot_bytes(),
@@ -185,9 +190,10 @@ class RingQ final : public Strategy {
   }
 
   /// Describes the attention of the guest's rows to this rank's keys.
-  kernels::AttendParams guest_params(const Run& run, int s) const {
+  kernels::AttendParams guest_params(const Pass& pass, int s) const {
+    const Run& run = pass.run;
     const kernels::AttendParams& bounds = layer_.bounds;
-    kernels::AttendParams p = run.attend;
+    kernels::AttendParams p = pass.attend;
     p.tokens = rows_.rows_of(run, guest(s));
     p.queries = run.arrays.queries.with_rank(guest(s));
     if (run.arrays.query_start != nullptr) p.batch.query_start = starts_of(run, guest(s));
@@ -209,12 +215,12 @@ class RingQ final : public Strategy {
   /// Writes empty states of this rank's rows in the slot of a rank none of whose keys they see:
   /// they attend to a share without keys. (The owner's own share would not do: a tile of rows may
   /// reach over keys that none of its rows sees.)
-  void write_empty(const Run& run, int owner) const {
+  void write_empty(const Pass& pass, int owner) const {
     constexpr std::int64_t kBeyondAnyLength = std::numeric_limits<std::int32_t>::max();
-    kernels::AttendParams p = run.attend;
+    kernels::AttendParams p = pass.attend;
     p.shard = Shard::interleaved(p.shard.length, 1, 2, kBeyondAnyLength);
     p.slot = owner;
-    layer_.kernels.attend(p, run.stream);
+    layer_.kernels.attend(p, pass.run.stream);
   }
 
   Layer layer_;

@@ -45,37 +45,39 @@ class ScatterStates final : public Strategy {
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
-  void prepare(Run& run) override {
+  void prepare(Pass& pass) override {
+    const Run& run = pass.run;
     const kernels::AttendParams& bounds = layer_.bounds;
-    rows_.prepare(run);
-    states_->give(run);
-    run.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
-    if (rows_.are_dealt()) run.merge.rows = rows_.own_map(run);
+    rows_.prepare(pass);
+    states_->give(pass);
+    pass.merge.interleaved = run.arrays.keys.layout == Layout::interleaved;
+    if (rows_.are_dealt()) pass.merge.rows = rows_.own_map(run);
     if (alone()) return;
-    run.merge.states = {arriving_, most_states(run), bounds.value_dim, comm().size()};
-    run.merge.rows_are_same = true;
-    run.merge.state_heads = run.merge.first_head = 0;  // only the rank's own heads come
+    pass.merge.states = {arriving_, most_states(pass), bounds.value_dim, comm().size()};
+    pass.merge.rows_are_same = true;
+    pass.merge.state_heads = pass.merge.first_head = 0;  // only the rank's own heads come
   }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     const kernels::AttentionKernels& kernels = layer_.kernels;
-    if (!alone()) run.say_to(kernels);
+    if (!alone()) pass.say_to(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
-      rows_.gather(run);
+      rows_.gather(pass);
     }
 
     run.enter(Phase::attend);
-    if (alone()) return run.attend_to(run.merge, Phase::merge, kernels);
-    kernels.attend(run.attend, run.stream);
+    if (alone()) return pass.attend_to(pass.merge, Phase::merge, kernels);
+    kernels.attend(pass.attend, run.stream);
 
     run.enter(Phase::exchange);
-    scatter(run);
+    scatter(pass);
 
     run.enter(Phase::merge);
-    if (!gathers_result()) return kernels.merge(run.merge, run.stream);
-    kernels::MergeParams own = run.merge;  // into this rank's slot, and then to everybody
-    const FinishedSlot slot = slot_of(share(run.attend.tokens));
+    if (!gathers_result()) return kernels.merge(pass.merge, run.stream);
+    kernels::MergeParams own = pass.merge;  // into this rank's slot, and then to everybody
+    const FinishedSlot slot = slot_of(share(pass.attend.tokens));
     std::byte* const mine = finished_ + comm().rank() * slot.bytes();
     own.tokens = slot.rows;
     own.rows = even_map_ + comm().rank() * slot.rows;
@@ -84,7 +86,7 @@ class ScatterStates final : public Strategy {
     own.lse = slot.lse(mine);
     kernels.merge(own, run.stream);
     run.enter(Phase::exchange);
-    gather_result(run, slot, mine);
+    gather_result(pass, slot, mine);
   }
 
  private:
@@ -102,11 +104,11 @@ class ScatterStates final : public Strategy {
   }
   std::int64_t most_heads() const { return share(layer_.bounds.heads); }
   /// The states of a rank's part of a run, at most.
-  std::int64_t most_states(const Run& run) const {
+  std::int64_t most_states(const Pass& pass) const {
     const std::int64_t heads = layer_.bounds.heads;
-    return rows_.are_dealt() ? rows_.capacity(run) * heads
-           : by_heads()      ? run.attend.tokens * most_heads()
-                             : share(run.attend.tokens) * heads;
+    return rows_.are_dealt() ? rows_.capacity(pass.run) * heads
+           : by_heads()      ? pass.attend.tokens * most_heads()
+                             : share(pass.attend.tokens) * heads;
   }
   std::byte* take_slot(Parts& memory, std::int64_t rows, std::size_t slots) const {
     return memory.take(slots * static_cast<std::size_t>(
@@ -115,11 +117,12 @@ class ScatterStates final : public Strategy {
 
   /// Brings each rank the states of its part. Where all get the whole result, rows are dealt out
   /// like cards.
-  void scatter(Run& run) const {
-    const kernels::AttendParams& attend = run.attend;
+  void scatter(const Pass& pass) const {
+    const Run& run = pass.run;
+    const kernels::AttendParams& attend = pass.attend;
     kernels::PackStatesParams pack;
     pack.from = attend.state;
-    pack.to = run.merge.states;
+    pack.to = pass.merge.states;
     pack.to.data = leaving_;
     pack.heads = attend.heads;
     pack.capacity = attend.tokens;
@@ -138,20 +141,20 @@ class ScatterStates final : public Strategy {
     }
     layer_.kernels.pack_states(pack, run.stream);
     comm().all_to_all(leaving_, arriving_, static_cast<std::size_t>(pack.to.slot_bytes()),
-                      run.stream, "exchange of states", run.said);
+                      run.stream, "exchange of states", pass.said);
   }
 
   /// Brings the finished rows of all ranks here, and puts them where they belong.
-  void gather_result(Run& run, const FinishedSlot& slot, std::byte* mine) const {
-    comm().all_gather(mine, finished_, static_cast<std::size_t>(slot.bytes()), run.stream,
+  void gather_result(const Pass& pass, const FinishedSlot& slot, std::byte* mine) const {
+    comm().all_gather(mine, finished_, static_cast<std::size_t>(slot.bytes()), pass.run.stream,
                       "gather of results");
     kernels::PackOutputsParams place = slot.take_from(finished_, comm().size());
-    place.to = run.merge.out;
-    place.to_lse = run.merge.lse;
+    place.to = pass.merge.out;
+    place.to_lse = pass.merge.lse;
     place.map = even_map_;
-    place.batch = run.merge.batch;
-    place.headers = run.merge.headers;
-    layer_.kernels.pack_outputs(place, run.stream);
+    place.batch = pass.merge.batch;
+    place.headers = pass.merge.headers;
+    layer_.kernels.pack_outputs(place, pass.run.stream);
   }
 
   Layer layer_;

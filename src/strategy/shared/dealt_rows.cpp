@@ -84,25 +84,27 @@ void DealtRows::lay_out(Parts& memory) {
   lay_out_map(memory);
 }
 
-void DealtRows::prepare(Run& run) const {
+void DealtRows::prepare(Pass& pass) const {
   if (!are_gathered()) return;
+  const Run& run = pass.run;
   const kernels::AttendParams& bounds = layer_.bounds;
-  run.attend.tokens = run.args.total_tokens;
-  run.attend.batch.query_start = run.arrays.query_start;
-  run.attend.batch.whole_query_start = nullptr;
-  run.attend.queries = {};
-  run.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
+  pass.attend.tokens = run.args.total_tokens;
+  pass.attend.batch.query_start = run.arrays.query_start;
+  pass.attend.batch.whole_query_start = nullptr;
+  pass.attend.queries = {};
+  pass.attend.q = {ordered_, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
 }
 
-void DealtRows::make_map(Run& run) const {
+void DealtRows::make_map(const Pass& pass) const {
   if (!are_dealt()) return;
+  const Run& run = pass.run;
   const Shard& rows = run.arrays.queries;
   const std::int64_t most = capacity(run);
   if (rows.layout == Layout::listed)
     return layer_.comm.all_gather(rows.table, map_,
                                   static_cast<std::size_t>(most) * sizeof(std::int64_t), run.stream,
-                                  "gather of query positions", run.said);
-  kernels::MapParams params{rows, run.attend.batch, mapped_.count, most, map_, mapped_.first};
+                                  "gather of query positions", pass.said);
+  kernels::MapParams params{rows, pass.attend.batch, mapped_.count, most, map_, mapped_.first};
   params.part = part_of_node(rows, mapped_);
   if (mapped_.nodes > 1 && run.arrays.query_start != nullptr) {
     layer_.kernels.row_starts({params.part, run.arrays.query_start, run.arrays.batch, part_start_},
@@ -112,9 +114,10 @@ void DealtRows::make_map(Run& run) const {
   layer_.kernels.map_rows(params, run.stream);
 }
 
-void DealtRows::gather(Run& run) const {
-  make_map(run);
+void DealtRows::gather(const Pass& pass) const {
+  make_map(pass);
   if (!are_gathered()) return;
+  const Run& run = pass.run;
   const Shard& rows = run.arrays.queries;
   const std::int64_t most = capacity(run), slot_bytes = most * row_bytes();
   std::byte* const mine = gathered_ + rows.rank * slot_bytes;
@@ -122,9 +125,9 @@ void DealtRows::gather(Run& run) const {
                              std::min(run.args.q.shape[0], most), row_bytes()},
                             run.stream);
   layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(slot_bytes), run.stream,
-                         "gather of queries", run.said);
+                         "gather of queries", pass.said);
   layer_.kernels.place_rows(
-      {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), run.attend.tokens}, run.stream);
+      {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), pass.attend.tokens}, run.stream);
 }
 
 }  // namespace longspan

@@ -27,7 +27,7 @@ class DealtRows {
   /// Takes memory for the map alone.
   void lay_out_map(Parts& memory);
   /// Queues the map.
-  void make_map(Run& run) const;
+  void make_map(const Pass& pass) const;
 
   bool are_gathered() const { return layer_.options.queries.has_value(); }
   bool are_dealt() const {
@@ -48,10 +48,10 @@ class DealtRows {
   std::int64_t capacity(const Run& run) const;
 
   void lay_out(Parts& memory);
-  /// Points the attention of a run at all rows, once they are gathered.
-  void prepare(Run& run) const;
+  /// Points the attention of a pass at all rows, once they are gathered.
+  void prepare(Pass& pass) const;
   /// Queues the map, and where queries are sharded brings every rank's rows here.
-  void gather(Run& run) const;
+  void gather(const Pass& pass) const;
 
   /// [ranks, capacity] the row of the whole q of each rank's rows, or of the part of it that a node
   /// has; -1 past its last.

@@ -77,39 +77,40 @@ void HeadExchange::lay_out_whole(Parts& memory) {
   ordered_.v = memory.take(at(key_slot(most, 1)));
 }
 
-void HeadExchange::prepare(Run& run, const char* strategy) const {
+void HeadExchange::prepare(Pass& pass, const char* strategy) const {
+  const Run& run = pass.run;
   if (run.arrays.keys.layout == Layout::listed)
     throw Unsupported(
         fmt::format("strategy {} does not take listed keys; gather-states does", strategy));
   if (run.arrays.keys.length > layer_.bounds.max_kv_len)
     throw InputError(fmt::format("total_keys is {}; the layer was made for {} (max_kv_len)",
                                  run.arrays.keys.length, layer_.bounds.max_kv_len));
-  run.keys_travel = true;
-  rows_.prepare(run);
+  pass.keys_travel = true;
+  rows_.prepare(pass);
 }
 
-KeyBlock HeadExchange::ready_keys(Run& run) const {
-  keys_.begin(run);
-  return keys_.own_keys(run, copied_);
+KeyBlock HeadExchange::ready_keys(Pass& pass) const {
+  keys_.begin(pass);
+  return keys_.own_keys(pass.run, copied_);
 }
 
-void HeadExchange::bring(Run& run) const {
-  const KeyBlock keys = ready_keys(run);
-  run.enter(Phase::exchange);
-  rows_.make_map(run);
-  if (rows_.are_gathered()) exchange_queries(run);
-  exchange_keys(run, keys);
-  attend_to(run, share_);
-  if (ranks_.nodes > 1) take_rows_of_node(run);
-  if (!by_heads()) point_at_finished(run);
+void HeadExchange::bring(Pass& pass) const {
+  const KeyBlock keys = ready_keys(pass);
+  pass.run.enter(Phase::exchange);
+  rows_.make_map(pass);
+  if (rows_.are_gathered()) exchange_queries(pass);
+  exchange_keys(pass, keys);
+  attend_to(pass, share_);
+  if (ranks_.nodes > 1) take_rows_of_node(pass);
+  if (!by_heads()) point_at_finished(pass);
 }
 
-void HeadExchange::take_back(Run& run, const kernels::MergeParams& asked) const {
+void HeadExchange::take_back(const Pass& pass, const kernels::MergeParams& asked) const {
   if (by_heads()) return;
   if (rows_.are_dealt())
-    return_rows(run, asked);
+    return_rows(pass, asked);
   else
-    gather_heads(run, asked);
+    gather_heads(pass, asked);
 }
 
 std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
@@ -153,13 +154,14 @@ void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, st
 }
 
 /// Brings all rows of this rank's heads, in the order of the whole q, or of the node's part of it.
-void HeadExchange::exchange_queries(Run& run) const {
+void HeadExchange::exchange_queries(const Pass& pass) const {
+  const Run& run = pass.run;
   const int dim = layer_.bounds.head_dim, heads = own_layer_.bounds.heads;
   const std::int64_t most = rows_.capacity(run), slot = query_slot(most);
   pack_heads(run, dense(static_cast<std::byte*>(run.args.q.data), layer_.bounds.heads, dim),
              std::min(run.args.q.shape[0], most), dim, layer_.bounds.q_dtype, &HeadShare::query,
              slot);
-  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", run.said);
+  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", pass.said);
   PackOutputsParams place;
   place.tokens = peers() * most;
   place.heads = heads;
@@ -174,12 +176,12 @@ void HeadExchange::exchange_queries(Run& run) const {
 
 /// Brings all keys and values of this rank's kv heads, in the order of whole sequences, or of the
 /// node's part of them.
-void HeadExchange::exchange_keys(Run& run, const KeyBlock& own) const {
+void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own) const {
+  const Run& run = pass.run;
   std::int64_t most = 0;
   for (int p = 0; p < peers(); ++p) most = std::max(most, keys_.rows_of(run, ranks_.first + p));
   const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
   const Shard part = part_of_node(run.arrays.keys, ranks_);
-  run.attend.kv_heads = own_layer_.bounds.kv_heads;
   for (int p = 0; p < peers(); ++p)
     own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
   own_keys_.find_whole_starts(run, ordered_, part);
@@ -188,7 +190,7 @@ void HeadExchange::exchange_keys(Run& run, const KeyBlock& own) const {
     pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows,
                dim_of(i), layer_.bounds.kv_dtype, &HeadShare::kv, slot);
     comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
-                     i == 0 ? "exchange of keys" : "exchange of values", run.said);
+                     i == 0 ? "exchange of keys" : "exchange of values", pass.said);
     for (int p = 0; p < peers(); ++p) {
       KeyBlock from{.start = starts_of(p)}, to = ordered_;
       (i == 0 ? from.k : from.v) = arriving_ + p * slot;
@@ -198,7 +200,8 @@ void HeadExchange::exchange_keys(Run& run, const KeyBlock& own) const {
   }
 }
 
-void HeadExchange::attend_to(Run& run, const HeadShare& some) const {
+void HeadExchange::attend_to(Pass& pass, const HeadShare& some) const {
+  const Run& run = pass.run;
   const auto scales = [&](Scales all) {
     if (all && all.per_head) all.data += some.kv.begin;
     return all;
@@ -208,36 +211,37 @@ void HeadExchange::attend_to(Run& run, const HeadShare& some) const {
     all.data = static_cast<std::byte*>(all.data) + first * key_bytes();
     return all;
   };
-  kernels::AttendParams& p = run.attend;
+  kernels::AttendParams& p = pass.attend;
   p.heads = some.query.size();
   p.kv_heads = some.kv.size();
   p.q = rows_.are_gathered() ? heads_from(dense(queries_, share_.query.size(), p.head_dim),
                                           some.query.begin - share_.query.begin, p.q_dtype)
                              : heads_from(p.q, some.query.begin, p.q_dtype);
-  own_keys_.attend_to(run, ordered_, part_of_node(run.arrays.keys, ranks_));
+  own_keys_.attend_to(pass, ordered_, part_of_node(run.arrays.keys, ranks_));
   p.k = kv_heads_from(p.k);
   p.v = kv_heads_from(p.v);
   p.q_scale = scales(p.q_scale);
   p.k_scale = scales(p.k_scale);
   p.v_scale = scales(p.v_scale);
   p.bias.slopes = slopes_from(p.bias.slopes, some.query.begin);
-  run.merge.heads = p.heads;
-  run.merge.state_heads = run.merge.first_head = 0;
-  run.merge.sinks = floats_from(run.arrays.sinks, some.query.begin);
-  run.merge.tokens = p.tokens;
-  run.merge.batch = p.batch;
+  pass.merge.heads = p.heads;
+  pass.merge.state_heads = pass.merge.first_head = 0;
+  pass.merge.sinks = floats_from(run.arrays.sinks, some.query.begin);
+  pass.merge.tokens = p.tokens;
+  pass.merge.batch = p.batch;
 }
 
 /// Makes of an attention with all rows one with those that the node has of them, of which the
 /// result is made too.
-void HeadExchange::take_rows_of_node(Run& run) const {
+void HeadExchange::take_rows_of_node(Pass& pass) const {
   if (!rows_.are_dealt()) return;
+  const Run& run = pass.run;
   const Shard part = part_of_node(run.arrays.queries, ranks_);
   const std::int64_t rows = rows_.rows_of_node(run);
-  run.merge.tokens = rows;
-  run.merge.batch = {};
+  pass.merge.tokens = rows;
+  pass.merge.batch = {};
   if (!rows_.are_gathered()) return;
-  kernels::AttendParams& p = run.attend;
+  kernels::AttendParams& p = pass.attend;
   p.tokens = rows;
   p.queries = part;
   std::swap(p.batch.query_start, p.batch.whole_query_start);
@@ -245,19 +249,20 @@ void HeadExchange::take_rows_of_node(Run& run) const {
 
 /// Lets the attention write its rows where they travel from. What ranks say of the run is compared
 /// ahead of the result, so that the attention may end in finished rows.
-void HeadExchange::point_at_finished(Run& run) const {
-  const FinishedSlot slot = finished(run.merge.tokens, comm_.rank());
+void HeadExchange::point_at_finished(Pass& pass) const {
+  const FinishedSlot slot = finished(pass.merge.tokens, comm_.rank());
   std::byte* const to =
-      rows_.are_dealt() ? finished_ : arriving_ + comm_.rank() * finished_slot(run.merge.tokens);
-  run.merge.headers = {};
-  run.merge.out = slot.out(to);
-  run.merge.lse = slot.lse(to);
+      rows_.are_dealt() ? finished_ : arriving_ + comm_.rank() * finished_slot(pass.merge.tokens);
+  pass.merge.headers = {};
+  pass.merge.out = slot.out(to);
+  pass.merge.lse = slot.lse(to);
 }
 
 /// Takes the finished rows to the ranks whose they are, and puts what comes side by side.
-void HeadExchange::return_rows(Run& run, const kernels::MergeParams& asked) const {
+void HeadExchange::return_rows(const Pass& pass, const kernels::MergeParams& asked) const {
+  const Run& run = pass.run;
   const std::int64_t most = rows_.capacity(run), bytes = finished_slot(most);
-  PackOutputsParams pack = finished(run.merge.tokens, comm_.rank()).take_from(finished_, 1);
+  PackOutputsParams pack = finished(pass.merge.tokens, comm_.rank()).take_from(finished_, 1);
   const FinishedSlot leaving = finished(most, comm_.rank());
   const auto apart = static_cast<std::uint32_t>(most);
   pack.tokens = peers() * most;
@@ -281,8 +286,9 @@ void HeadExchange::return_rows(Run& run, const kernels::MergeParams& asked) cons
 }
 
 /// Brings the finished rows of all ranks' heads here.
-void HeadExchange::gather_heads(Run& run, const kernels::MergeParams& asked) const {
-  const std::int64_t rows = run.merge.tokens, bytes = finished_slot(rows);
+void HeadExchange::gather_heads(const Pass& pass, const kernels::MergeParams& asked) const {
+  const Run& run = pass.run;
+  const std::int64_t rows = pass.merge.tokens, bytes = finished_slot(rows);
   comm_.all_gather(arriving_ + comm_.rank() * bytes, arriving_, at(bytes), run.stream,
                    "gather of results");
   for (int p = 0; p < peers(); ++p) {

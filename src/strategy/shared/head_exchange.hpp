@@ -37,23 +37,23 @@ class HeadExchange {
 
   /// Describes the run to what checks it, as one of all rows. Throws Unsupported and InputError, on
   /// every rank, for a run that cannot be shared by heads.
-  void prepare(Run& run, const char* strategy) const;
+  void prepare(Pass& pass, const char* strategy) const;
 
   /// Queues what brings rows and keys here, and makes the attention that of this rank's heads.
   /// Its result goes where finished rows leave from, unless the rank gets these heads alone.
-  void bring(Run& run) const;
+  void bring(Pass& pass) const;
 
   /// Queues what takes finished rows to the ranks whose they are; `asked` is the merge as it was
   /// asked for.
-  void take_back(Run& run, const kernels::MergeParams& asked) const;
+  void take_back(const Pass& pass, const kernels::MergeParams& asked) const;
 
   // The same by parts, for who brings rows and keys here in another way (head_puts.hpp).
 
   /// Queues the write of new keys, and a copy of this rank's keys where they cannot be sent from
   /// where they lie. Returns them, of all kv heads.
-  KeyBlock ready_keys(Run& run) const;
+  KeyBlock ready_keys(Pass& pass) const;
   /// Makes the attention that of some of this rank's heads over whole sequences.
-  void attend_to(Run& run, const HeadShare& heads) const;
+  void attend_to(Pass& pass, const HeadShare& heads) const;
   /// Whole sequences of this rank's heads, [tokens, own heads, head_dim] and so on.
   std::byte* whole_queries() const { return queries_; }
   const KeyBlock& whole_keys() const { return ordered_; }
@@ -85,12 +85,12 @@ class HeadExchange {
 
   void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
                   DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;
-  void exchange_queries(Run& run) const;
-  void exchange_keys(Run& run, const KeyBlock& own) const;
-  void take_rows_of_node(Run& run) const;
-  void point_at_finished(Run& run) const;
-  void return_rows(Run& run, const kernels::MergeParams& asked) const;
-  void gather_heads(Run& run, const kernels::MergeParams& asked) const;
+  void exchange_queries(const Pass& pass) const;
+  void exchange_keys(const Pass& pass, const KeyBlock& own) const;
+  void take_rows_of_node(Pass& pass) const;
+  void point_at_finished(Pass& pass) const;
+  void return_rows(const Pass& pass, const kernels::MergeParams& asked) const;
+  void gather_heads(const Pass& pass, const kernels::MergeParams& asked) const;
   void put(kernels::PackOutputsParams place, int peer, const kernels::MergeParams& asked,
            Stream stream) const;
   std::int64_t* starts_of(int peer) const {

@@ -105,27 +105,28 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
              pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(sent))};
 }
 
-bool HeadPuts::queue(Run& run) const {
+bool HeadPuts::queue(Pass& pass) const {
+  const Run& run = pass.run;
   std::optional<Way> found = way_of(run);
   if (!found) return false;
-  puts_.compare(run);
-  found->own = operands_of(layer_, exchange_, run, exchange_.ready_keys(run));
+  puts_.compare(pass);
+  found->own = operands_of(layer_, exchange_, run, exchange_.ready_keys(pass));
   const Way& way = *found;
-  const kernels::MergeParams asked = run.merge;
-  exchange_.attend_to(run, exchange_.share());
+  const kernels::MergeParams asked = pass.merge;
+  exchange_.attend_to(pass, exchange_.share());
   KeyArrivals arrivals = arrivals_of(way);
   const RowPlaces places = places_of(way);
-  end_in_place(run);
-  run.attend.arrivals = &arrivals;
-  run.merge.places = &places;
-  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
+  end_in_place(pass);
+  pass.attend.arrivals = &arrivals;
+  pass.merge.places = &places;
+  const bool begins = layer_.kernels.takes_arrivals(pass.attend, pass.merge);
   if (!begins) {
-    run.attend.arrivals = nullptr;
-    run.merge.places = nullptr;
-    end_where_rows_leave(run, way);
+    pass.attend.arrivals = nullptr;
+    pass.merge.places = nullptr;
+    end_where_rows_leave(pass, way);
   }
   RowPuts puts = puts_of(way, begins);
-  puts_.attend_beside(run, puts, arrivals, Phase::exchange);
+  puts_.attend_beside(pass, puts, arrivals, Phase::exchange);
   if (!begins) {  // an exchange of its own, which no rank begins after an abort
     puts.among = puts_.begin("exchange of results by heads");
     take_back(run, way);
@@ -175,20 +176,20 @@ RowPlaces HeadPuts::places_of(const Way& way) const {
 
 /// The attention stores its rows where places_of says, and compares what ranks say of the run, as
 /// put_result does.
-void HeadPuts::end_in_place(Run& run) const {
+void HeadPuts::end_in_place(Pass& pass) const {
   const std::int64_t dim = layer_.bounds.value_dim;
-  run.merge.out = {rows_, layer_.bounds.heads * dim, dim};
-  run.merge.lse = {reinterpret_cast<float*>(lse_), 1, 0};
+  pass.merge.out = {rows_, layer_.bounds.heads * dim, dim};
+  pass.merge.lse = {reinterpret_cast<float*>(lse_), 1, 0};
 }
 
 /// The attention stores its rows where they leave from when all are finished, [tokens, own heads,
 /// value_dim], and their lse [own heads, tokens].
-void HeadPuts::end_where_rows_leave(Run& run, const Way& way) const {
+void HeadPuts::end_where_rows_leave(Pass& pass, const Way& way) const {
   const FinishedSlot slot = exchange_.finished(way.tokens, rank());
   std::byte* const rows = exchange_.finished_rows();
-  run.merge.headers = {};
-  run.merge.out = slot.out(rows);
-  run.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()), 1, way.tokens};
+  pass.merge.headers = {};
+  pass.merge.out = slot.out(rows);
+  pass.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()), 1, way.tokens};
 }
 
 /// What this rank puts: to every rank the rows and keys of its heads; of its own keys, where its

@@ -36,7 +36,7 @@ class HeadPuts {
   /// Queues a run that `exchange` has prepared, result and all; or nothing, and returns false,
   /// where it is none of those that this takes: of one sequence, whose length the host knows, and
   /// of which every rank has a few stretches of neighbouring rows and keys. All ranks do alike.
-  bool queue(Run& run) const;
+  bool queue(Pass& pass) const;
 
  private:
   struct Way;  // of a run
@@ -49,8 +49,8 @@ class HeadPuts {
   kernels::KeyArrivals arrivals_of(const Way& way) const;
   kernels::RowPuts puts_of(const Way& way, bool begins) const;
   kernels::RowPlaces places_of(const Way& way) const;
-  void end_in_place(Run& run) const;
-  void end_where_rows_leave(Run& run, const Way& way) const;
+  void end_in_place(Pass& pass) const;
+  void end_where_rows_leave(Pass& pass, const Way& way) const;
   std::size_t received(const Way& way) const;
   std::size_t received_results(const Way& way) const;
   void take_back(const Run& run, const Way& way) const;

@@ -50,19 +50,20 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
               pieces_of_keys(heads, kv_heads, static_cast<double>(sent))};
 }
 
-bool KeyPuts::queue(Run& run, const KeyBlock& copied) const {
+bool KeyPuts::queue(Pass& pass, const KeyBlock& copied) const {
+  const Run& run = pass.run;
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
-  puts_.compare(run);
-  keys_.begin(run);
+  puts_.compare(pass);
+  keys_.begin(pass);
   const KeyBlock own = keys_.own_keys(run, copied);
-  keys_.attend_to(run, whole_, {.length = run.arrays.keys.length});
+  keys_.attend_to(pass, whole_, {.length = run.arrays.keys.length});
   KeyArrivals arrivals = arrivals_of(*ways, own);
-  run.attend.arrivals = &arrivals;
-  const bool begins = layer_.kernels.takes_arrivals(run.attend, run.merge);
-  if (!begins) run.attend.arrivals = nullptr;
+  pass.attend.arrivals = &arrivals;
+  const bool begins = layer_.kernels.takes_arrivals(pass.attend, pass.merge);
+  if (!begins) pass.attend.arrivals = nullptr;
   RowPuts puts = puts_of(run, *ways, own, begins);
-  puts_.attend_beside(run, puts, arrivals, Phase::merge);
+  puts_.attend_beside(pass, puts, arrivals, Phase::merge);
   puts_.end(run, received(run, *ways));
   return true;
 }

@@ -37,7 +37,7 @@ class KeyPuts {
   /// this takes: of one sequence, whose length the host knows, and of which every rank has a few
   /// stretches of neighbouring keys. All ranks do alike. `copied` is memory for this rank's keys,
   /// where they cannot be sent from where they lie.
-  bool queue(Run& run, const KeyBlock& copied) const;
+  bool queue(Pass& pass, const KeyBlock& copied) const;
 
  private:
   struct Ways;  // of a run

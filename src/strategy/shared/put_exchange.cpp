@@ -10,11 +10,12 @@ void PutExchange::lay_out_words(Parts& memory) {
   done_ = memory.take_array<unsigned>(RowPuts::kMostPieces);
 }
 
-void PutExchange::attend_beside(const Run& run, RowPuts& puts, KeyArrivals& arrivals,
+void PutExchange::attend_beside(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals,
                                 Phase last) const {
+  const Run& run = pass.run;
   comm::Transport& comm = layer_.comm;
   run.enter(Phase::exchange);
-  puts.say = run.say;
+  puts.say = pass.say;
   puts.among = begin(step_);
   for (int p = 0; p < comm.size(); ++p)
     puts.words[p] = reinterpret_cast<std::uint64_t*>(
@@ -25,7 +26,7 @@ void PutExchange::attend_beside(const Run& run, RowPuts& puts, KeyArrivals& arri
   if (puts.beside) run.enter(Phase::attend);  // nothing may stand between the kernels
   layer_.kernels.put_rows(puts, run.stream);
   if (!puts.beside) run.enter(Phase::attend);
-  run.attend_to(run.merge, last, layer_.kernels);
+  pass.attend_to(pass.merge, last, layer_.kernels);
 }
 
 }  // namespace longspan

@@ -31,12 +31,12 @@ class PutExchange {
   const ExchangeInfo& info() const { return info_; }
 
   /// Has what ranks say of a run travel ahead of the rows.
-  void compare(Run& run) const { run.compare_in(said_, layer_.comm.rank()); }
+  void compare(Pass& pass) const { pass.compare_in(said_, layer_.comm.rank()); }
 
   /// Queues the puts, and the attention of the run up to the phase `last`: beside them where
   /// `puts.beside` says so, and then it waits for `arrivals`, else behind them. Completes both with
   /// what all of them have.
-  void attend_beside(const Run& run, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals,
+  void attend_beside(const Pass& pass, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals,
                      Phase last) const;
   /// The counters by which kernels meet. Throws where the communicator has failed, with `step`.
   PutRanks begin(const char* step) const { return layer_.comm.begin_puts(buffer_.get(), step); }

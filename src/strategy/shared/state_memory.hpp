@@ -32,16 +32,16 @@ class StateMemory {
   }
   void lay_out_scratch(Parts& memory) { scratch_ = memory.take(scratch_bytes_); }
 
-  /// Lets the attention of a run write its states to slot `slot`, of `rows` rows, and the merge
+  /// Lets the attention of a pass write its states to slot `slot`, of `rows` rows, and the merge
   /// read all slots.
-  void give(Run& run, int slot, std::int64_t rows) const {
-    run.attend.scratch = scratch_;
-    run.attend.scratch_bytes = scratch_bytes_;
-    run.attend.state = {states_, rows * heads_, value_dim_, slots_};
-    run.attend.slot = slot;
-    run.merge.states = run.attend.state;
+  void give(Pass& pass, int slot, std::int64_t rows) const {
+    pass.attend.scratch = scratch_;
+    pass.attend.scratch_bytes = scratch_bytes_;
+    pass.attend.state = {states_, rows * heads_, value_dim_, slots_};
+    pass.attend.slot = slot;
+    pass.merge.states = pass.attend.state;
   }
-  void give(Run& run, int slot = 0) const { give(run, slot, run.attend.tokens); }
+  void give(Pass& pass, int slot = 0) const { give(pass, slot, pass.attend.tokens); }
 
  private:
   int heads_, value_dim_, slots_;

@@ -91,14 +91,14 @@ Interval keys_seen(const Run& run, Device device, int receiver) {
           seen_by(all, 0, rows, whole_rows, own - 1, length).end};
 }
 
-void append_new_keys(const Layer& layer, Run& run) {
-  if (run.attend.new_k.data == nullptr) return;
-  kernels::AppendParams append = append_of(run.attend);
-  const kernels::Geometry all = run.all_rows();
+void append_new_keys(const Layer& layer, Pass& pass) {
+  if (pass.attend.new_k.data == nullptr) return;
+  kernels::AppendParams append = append_of(pass.attend);
+  const kernels::Geometry all = pass.run.all_rows();
   append.tokens = all.tokens;
   append.batch = all.batch;
-  layer.kernels.append(append, run.stream);
-  run.attend.new_k = run.attend.new_v = {};
+  layer.kernels.append(append, pass.run.stream);
+  pass.attend.new_k = pass.attend.new_v = {};
 }
 
 TravellingKeys::TravellingKeys(const Layer& layer)
@@ -148,16 +148,17 @@ bool TravellingKeys::knows_lengths(const Run& run) const {
   return longspan::knows_lengths(run, layer_.kernels.device());
 }
 
-void TravellingKeys::begin(Run& run) const {
-  append_new_keys(layer_, run);
-  const Shard& rows = run.attend.queries;
+void TravellingKeys::begin(Pass& pass) const {
+  append_new_keys(layer_, pass);
+  const Run& run = pass.run;
+  const Shard& rows = pass.attend.queries;
   if (rows.ranks > 1 && run.arrays.query_start != nullptr) {
     layer_.kernels.row_starts(
-        {rows, run.arrays.query_start, run.arrays.batch, row_starts_, run.attend.tokens},
+        {rows, run.arrays.query_start, run.arrays.batch, row_starts_, pass.attend.tokens},
         run.stream);
-    run.attend.batch.query_start = row_starts_;
-    run.merge.batch.size = run.arrays.batch;
-    run.merge.batch.query_start = row_starts_;
+    pass.attend.batch.query_start = row_starts_;
+    pass.merge.batch.size = run.arrays.batch;
+    pass.merge.batch.query_start = row_starts_;
   }
 }
 
@@ -217,13 +218,13 @@ KeyBlock TravellingKeys::own_keys(const Run& run, const KeyBlock& room) const {
   return own;
 }
 
-void TravellingKeys::attend_to(Run& run, const KeyBlock& block, const Shard& shard) const {
-  run.attend.k = keys_in(block);
-  run.attend.v = values_in(block);
-  run.attend.pages = {};
-  run.attend.batch.key_start = run.arrays.batch > 1 ? block.start : nullptr;
-  run.attend.batch.key_pitch = 0;
-  run.attend.shard = shard;
+void TravellingKeys::attend_to(Pass& pass, const KeyBlock& block, const Shard& shard) const {
+  pass.attend.k = keys_in(block);
+  pass.attend.v = values_in(block);
+  pass.attend.pages = {};
+  pass.attend.batch.key_start = pass.run.arrays.batch > 1 ? block.start : nullptr;
+  pass.attend.batch.key_pitch = 0;
+  pass.attend.shard = shard;
 }
 
 void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block) const {
@@ -244,6 +245,7 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
                                    const KeyBlock& to, const Shard& part) const {
   kernels::CopyKeysParams copy;
   copy.geometry = run.all_rows();
+  copy.geometry.kv_heads = layer_.bounds.kv_heads;
   copy.geometry.shard = shard_of(run, rank, from);
   copy.geometry.batch.key_start = run.arrays.batch > 1 ? from.start : nullptr;
   copy.geometry.batch.key_pitch = 0;

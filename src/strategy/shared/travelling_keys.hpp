@@ -36,7 +36,7 @@ bool may_see(const Run& run, Device device, int receiver, int owner);
 Interval keys_seen(const Run& run, Device device, int receiver);
 
 /// Queues the write of new keys into the cache, where they must be there before a run.
-void append_new_keys(const Layer& layer, Run& run);
+void append_new_keys(const Layer& layer, Pass& pass);
 
 class TravellingKeys {
  public:
@@ -55,7 +55,7 @@ class TravellingKeys {
 
   /// Makes the run's keys ready to be sent: new ones are in the cache, and own rows have their
   /// starts.
-  void begin(Run& run) const;
+  void begin(Pass& pass) const;
 
   /// The rows that rank `rank` sends to others in this run: what it has, or their bound.
   std::int64_t rows_of(const Run& run, int rank) const;
@@ -71,8 +71,8 @@ class TravellingKeys {
   void copy_to(const Run& run, const KeyBlock& block) const;
   /// This rank's keys as they can be sent: where they lie, or copied to `room`.
   KeyBlock own_keys(const Run& run, const KeyBlock& room) const;
-  /// Makes the keys of the run those of a block, which `shard` says the places of.
-  void attend_to(Run& run, const KeyBlock& block, const Shard& shard) const;
+  /// Makes the keys of the attention those of a block, which `shard` says the places of.
+  void attend_to(Pass& pass, const KeyBlock& block, const Shard& shard) const;
   /// Makes the starts of the sequences in a block that rank `rank` has filled.
   void find_starts(const Run& run, int rank, const KeyBlock& block) const;
 

@@ -61,19 +61,20 @@ class HeadsAnd final : public Strategy {
 
   int most_marks() const override { return between_->most_marks() + Strategy::most_marks(); }
 
-  void prepare(Run& run) override { exchange_.prepare(run, name_); }
+  void prepare(Pass& pass) override { exchange_.prepare(pass, name_); }
 
-  void queue(Run& run) override {
+  void queue(Pass& pass) override {
+    const Run& run = pass.run;
     // What ranks say of the run is compared among all of them, as two that never meet may differ.
     run.enter(Phase::exchange);
-    run.say_to(layer_.kernels);
-    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", run.said);
-    run.said = nullptr;
-    const kernels::MergeParams asked = run.merge;
-    or_end_all([&] { exchange_.bring(run); });
-    or_end_all([&] { attend_between_nodes(run); });
+    pass.say_to(layer_.kernels);
+    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.said);
+    pass.said = nullptr;
+    const kernels::MergeParams asked = pass.merge;
+    or_end_all([&] { exchange_.bring(pass); });
+    or_end_all([&] { attend_between_nodes(pass); });
     run.enter(Phase::exchange);
-    or_end_all([&] { exchange_.take_back(run, asked); });
+    or_end_all([&] { exchange_.take_back(pass, asked); });
   }
 
  private:
@@ -100,10 +101,11 @@ class HeadsAnd final : public Strategy {
   }
 
   /// Runs the other strategy as a layer of one rank a node would.
-  void attend_between_nodes(Run& run) const {
+  void attend_between_nodes(const Pass& pass) const {
+    const Run& run = pass.run;
     AttentionArgs args = run.args;
     RunArrays arrays = run.arrays;
-    const kernels::AttendParams& p = run.attend;
+    const kernels::AttendParams& p = pass.attend;
     args.q = Tensor(p.q.data, p.q_dtype, {p.tokens, p.heads, p.head_dim});
     args.q.device = run.args.q.device;
     arrays.keys = p.shard;
@@ -113,14 +115,15 @@ class HeadsAnd final : public Strategy {
     arrays.k_scale = p.k_scale;
     arrays.v_scale = p.v_scale;
     arrays.slopes = p.bias.slopes;
-    arrays.sinks = run.merge.sinks;
-    Run own{.args = args,
-            .arrays = arrays,
-            .stream = run.stream,
-            .attend = run.attend,
-            .merge = run.merge,
-            .timed = run.timed,
-            .enter = run.enter};
+    arrays.sinks = pass.merge.sinks;
+    const Run between{.args = args,
+                      .arrays = arrays,
+                      .stream = run.stream,
+                      .attend = pass.attend,
+                      .merge = pass.merge,
+                      .timed = run.timed,
+                      .enter = run.enter};
+    Pass own(between);
     between_->prepare(own);
     between_->queue(own);
   }

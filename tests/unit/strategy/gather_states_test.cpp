@@ -99,12 +99,15 @@ class GatherStatesTest : public ::testing::Test {
            std::uint64_t* said = nullptr) {
     const AttentionArgs args;
     const RunArrays arrays;
-    longspan::Run own{.args = args, .arrays = arrays, .timed = timed, .enter = [](Phase) {}};
-    own.attend.tokens = tokens;
-    own.say.hash = 42;
-    own.said = said;
-    layer.prepare(own);
-    layer.queue(own);
+    kernels::AttendParams rows;
+    rows.tokens = tokens;
+    const longspan::Run own{
+        .args = args, .arrays = arrays, .attend = rows, .timed = timed, .enter = [](Phase) {}};
+    Pass pass(own);
+    pass.say.hash = 42;
+    pass.said = said;
+    layer.prepare(pass);
+    layer.queue(pass);
   }
 };
 

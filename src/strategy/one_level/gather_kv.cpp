@@ -11,13 +11,14 @@
 #include <algorithm>
 #include <array>
 #include <optional>
-#include <vector>
 
 #include "kernels/consecutive_keys.hpp"
 #include "src/base/peer_view.hpp"
+#include "src/strategy/route.hpp"
 #include "src/strategy/shared/key_puts.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -26,20 +27,20 @@ namespace {
 class GatherKv final : public Strategy {
  public:
   explicit GatherKv(const Layer& layer)
-      : layer_(layer), keys_(layer), open_(static_cast<std::size_t>(layer.comm.size())) {
+      : layer_(layer), keys_(layer), route_(ranks()), underway_(ranks()) {
     layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
-    if (layer_.comm.size() > 1) puts_.emplace(layer_, keys_, most_keys());
+    if (ranks() == 1) return;
+    puts_.emplace(layer_, keys_, most_keys());
+    make_gather({.ranks = ranks(), .parts = is_host() ? 0 : 2}, route_);
   }
 
   void lay_out(Parts& memory) override {
-    if (layer_.comm.size() == 1) return states_->lay_out(memory);
+    if (ranks() == 1) return states_->lay_out(memory);
     keys_.lay_out(memory);
-    const auto ranks = static_cast<std::size_t>(layer_.comm.size());
-    const auto rows = static_cast<std::int64_t>(ranks) * keys_.block_rows();
-    starts_ =
-        memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(layer_.bounds.batch.size));
+    const std::int64_t rows = ranks() * keys_.block_rows(), batch = layer_.bounds.batch.size;
+    starts_ = memory.take_array<std::int64_t>(static_cast<std::size_t>(ranks() * batch));
     if (is_host()) {
       states_->lay_out(memory);
       gathered_ = keys_.take_block(memory, rows);
@@ -64,81 +65,99 @@ class GatherKv final : public Strategy {
 
   void prepare(Pass& pass) override {
     keys_.check(pass.run, "gather-kv");
-    pass.keys_travel = layer_.comm.size() > 1;
+    pass.keys_travel = ranks() > 1;
     states_->give(pass);
   }
 
   void queue(Pass& pass) override {
     const Run& run = pass.run;
     run.enter(Phase::attend);
-    if (puts_ && puts_->queue(pass, copied_keys())) return;
-    if (layer_.comm.size() > 1) {
-      pass.say_to(layer_.kernels);
-      keys_.begin(pass);
-      run.enter(Phase::exchange);
-      gather_keys(pass);
-      run.enter(Phase::attend);
-    }
-    pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
+    if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
+    if (puts_->queue(pass, copied_keys())) return;
+    pass.say_to(layer_.kernels);
+    keys_.begin(pass);
+    run.enter(Phase::exchange);
+    Forward forward(*this, pass, find_starts(run));
+    walk(route_, pass, layer_.comm, "gather of keys", underway_, forward);
   }
 
  private:
+  /// Attends to the keys of all ranks, which come as the device has it.
+  class Forward final : public Visitor {
+   public:
+    /// `most`: keys of a rank.
+    Forward(const GatherKv& gather, Pass& pass, std::int64_t most)
+        : gather_(gather), pass_(pass), most_(most) {
+      if (gather_.is_host()) own_ = gather_.own_keys(pass.run, most);
+    }
+
+    comm::Transfers start(const Move& move) override {
+      if (gather_.is_host()) return gather_.start_shift(pass_.run, move, own_, most_);
+      gather_.gather_in_order(pass_, move.part, most_);
+      return {};
+    }
+
+    void visit(const Step&, const kernels::BetweenTiles&) override {
+      if (gather_.is_host())
+        pass_.attend.spans = {gather_.spans_, gather_.find_spans(pass_.run, own_, most_)};
+      gather_.keys_.attend_to(pass_, gather_.ordered_, {.length = pass_.run.arrays.keys.length});
+      pass_.run.enter(Phase::attend);
+      pass_.attend_to(pass_.merge, Phase::merge, gather_.layer_.kernels);
+    }
+
+   private:
+    const GatherKv& gather_;
+    Pass& pass_;
+    std::int64_t most_;
+    KeyBlock own_;  // on processors
+  };
+
+  int ranks() const { return layer_.comm.size(); }
   bool is_host() const { return layer_.kernels.device() == Device::host; }
   /// Of whole sequences.
   std::int64_t most_keys() const {
     return longspan::most_keys(layer_.options.limits, layer_.bounds.batch.size);
   }
 
-  /// Brings the keys of all ranks here, and makes them those of the run: the whole sequences.
-  void gather_keys(Pass& pass) {
-    const Run& run = pass.run;
+  /// Finds where sequences start in the keys of every rank, and in all of them; returns how many
+  /// keys a rank has at most.
+  std::int64_t find_starts(const Run& run) const {
     std::int64_t most = 0;
-    for (int p = 0; p < layer_.comm.size(); ++p) {
+    for (int p = 0; p < ranks(); ++p) {
       most = std::max(most, keys_.rows_of(run, p));
       keys_.find_starts(run, p, {.start = starts_of(p)});
     }
     keys_.find_whole_starts(run, ordered_);
-    if (is_host())
-      gather_where_they_come(pass, most);
-    else
-      gather_in_order(pass, most);
-    keys_.attend_to(pass, ordered_, {.length = run.arrays.keys.length});
+    return most;
+  }
+
+  KeyBlock own_keys(const Run& run, std::int64_t most) const {
+    return keys_.own_keys(run, slot_of(layer_.comm.rank(), most));
   }
 
   /// On processors: ranks know of one another how many keys they have, and no more travels.
-  void gather_where_they_come(Pass& pass, std::int64_t most) {
-    const Run& run = pass.run;
-    const int ranks = layer_.comm.size(), rank = layer_.comm.rank();
-    const KeyBlock own = keys_.own_keys(run, slot_of(rank, most));
-    comm::Transfer word;
-    if (pass.said)
-      word = layer_.comm.start_all_gather(nullptr, nullptr, 0, run.stream, "gather of keys",
-                                          pass.said);
-    for (int s = 1; s < ranks; ++s) {
-      const int from = (rank - s + ranks) % ranks;
-      const KeyBlock to = slot_of(from, most);
-      const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
-        const auto bytes = [&](int p) {
-          return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
-        };
-        return comm::Piece{sent, bytes(rank), received, bytes(from)};
+  comm::Transfers start_shift(const Run& run, const Move& move, const KeyBlock& own,
+                              std::int64_t most) const {
+    const int rank = layer_.comm.rank(), from = (rank - move.distance + ranks()) % ranks();
+    const KeyBlock to = slot_of(from, most);
+    const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
+      const auto bytes = [&](int p) {
+        return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
       };
-      const std::array pieces{piece(own.k, to.k, keys_.key_bytes()),
-                              piece(own.v, to.v, keys_.value_bytes()),
-                              piece(own.positions, to.positions, sizeof(std::int64_t))};
-      const std::size_t count = to.positions != nullptr ? 3 : 2;
-      open_[static_cast<std::size_t>(s)] =
-          layer_.comm.start_shifts({pieces.data(), count}, s, run.stream, "gather of keys");
-    }
-    word.wait(run.stream);
-    for (comm::Transfers& transfers : open_) transfers.wait(run.stream);
-    pass.attend.spans = {spans_, find_spans(run, own, most)};
+      return comm::Piece{sent, bytes(rank), received, bytes(from)};
+    };
+    const std::array pieces{piece(own.k, to.k, keys_.key_bytes()),
+                            piece(own.v, to.v, keys_.value_bytes()),
+                            piece(own.positions, to.positions, sizeof(std::int64_t))};
+    const std::size_t count = to.positions != nullptr ? 3 : 2;
+    return layer_.comm.start_shifts({pieces.data(), count}, move.distance, run.stream,
+                                    "gather of keys");
   }
 
   /// Finds where all keys lie, in the order of the sequences; returns the number of spans.
   std::int64_t find_spans(const Run& run, const KeyBlock& own, std::int64_t most) const {
     std::int64_t count = 0;
-    for (int p = 0; p < layer_.comm.size(); ++p) {
+    for (int p = 0; p < ranks(); ++p) {
       const KeyBlock block = p == layer_.comm.rank() ? own : slot_of(p, most);
       const Shard all = keys_.shard_of(run, p, block);
       std::int64_t whole = 0;
@@ -164,32 +183,31 @@ class GatherKv final : public Strategy {
     return count;
   }
 
-  /// On GPUs: keys, and then values, come in equal slots, and are copied into their order.
-  void gather_in_order(const Pass& pass, std::int64_t most) const {
+  /// On GPUs: keys (part 0), and then values, come in equal slots, and are copied into their order.
+  void gather_in_order(const Pass& pass, int part, std::int64_t most) const {
     const Run& run = pass.run;
     const int rank = layer_.comm.rank();
-    const auto bring = [&](std::byte* KeyBlock::*part, std::int64_t row_bytes, const char* step) {
-      const auto only = [&](KeyBlock block) {
-        (part == &KeyBlock::k ? block.v : block.k) = nullptr;
-        return block;
-      };
-      std::byte* const slot = slot_of(rank, most, row_bytes, row_bytes).*part;
-      KeyBlock own = slot_of(rank, most, row_bytes, row_bytes);
-      if (keys_.must_copy(run)) {
-        keys_.copy_to(run, only(own));
-      } else {
-        own = keys_.in_place(run);
-        layer_.kernels.place_rows({own.*part, slot, nullptr, keys_.rows_of(run, rank), row_bytes},
-                                  run.stream);
-      }
-      layer_.comm.all_gather(slot, gathered_.*part, static_cast<std::size_t>(most * row_bytes),
-                             run.stream, step, pass.said);
-      for (int p = 0; p < layer_.comm.size(); ++p)
-        keys_.copy_in_order(run, p, p == rank ? own : slot_of(p, most, row_bytes, row_bytes),
-                            only(ordered_));
+    std::byte* KeyBlock::*const side = part == 0 ? &KeyBlock::k : &KeyBlock::v;
+    const std::int64_t row_bytes = part == 0 ? keys_.key_bytes() : keys_.value_bytes();
+    const auto only = [&](KeyBlock block) {
+      (part == 0 ? block.v : block.k) = nullptr;
+      return block;
     };
-    bring(&KeyBlock::k, keys_.key_bytes(), "gather of keys");
-    bring(&KeyBlock::v, keys_.value_bytes(), "gather of values");
+    const auto slot = [&](int p) { return slot_of(p, most, row_bytes, row_bytes); };
+    std::byte* const mine = slot(rank).*side;
+    KeyBlock own = slot(rank);
+    if (keys_.must_copy(run)) {
+      keys_.copy_to(run, only(own));
+    } else {
+      own = keys_.in_place(run);
+      layer_.kernels.place_rows({own.*side, mine, nullptr, keys_.rows_of(run, rank), row_bytes},
+                                run.stream);
+    }
+    layer_.comm.all_gather(mine, gathered_.*side, static_cast<std::size_t>(most * row_bytes),
+                           run.stream, part == 0 ? "gather of keys" : "gather of values",
+                           pass.said);
+    for (int p = 0; p < ranks(); ++p)
+      keys_.copy_in_order(run, p, p == rank ? own : slot(p), only(ordered_));
   }
 
   /// Room for this rank's keys, where those of the others do not come to gathered_.
@@ -212,8 +230,9 @@ class GatherKv final : public Strategy {
 
   Layer layer_;
   TravellingKeys keys_;
-  std::optional<KeyPuts> puts_;        // of several ranks, for what it takes
-  std::vector<comm::Transfers> open_;  // by distance
+  std::optional<KeyPuts> puts_;  // of several ranks, for what it takes
+  Route route_;                  // of what those do not take
+  Underway underway_;
   std::optional<StateMemory> states_;  // one slot
   KeyBlock gathered_;  // [ranks, rows of a rank] as they come; on GPUs keys and values have the
                        // same memory, one behind the other

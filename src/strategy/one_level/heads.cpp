@@ -56,11 +56,10 @@ class Heads final : public Strategy {
     if (!exchange_) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
     if (puts_->queue(pass)) return;
     pass.say_to(layer_.kernels);
-    const kernels::MergeParams asked = pass.merge;
-    exchange_->bring(pass);
-    pass.run.enter(Phase::attend);
-    pass.attend_to(pass.merge, Phase::exchange, layer_.kernels);
-    exchange_->take_back(pass, asked);
+    exchange_->queue(pass, [&] {
+      pass.run.enter(Phase::attend);
+      pass.attend_to(pass.merge, Phase::exchange, layer_.kernels);
+    });
   }
 
  private:

@@ -14,12 +14,15 @@
 #include <array>
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "longspan/error.hpp"
+#include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -28,11 +31,16 @@ namespace {
 class RingQ final : public Strategy {
  public:
   explicit RingQ(const Layer& layer)
-      : layer_(layer), rows_(layer), steps_(static_cast<std::size_t>(ranks())) {
+      : layer_(layer),
+        rows_(layer),
+        row_steps_(1),
+        state_steps_(1),
+        route_(ranks()),
+        underway_(ranks()) {
     states_.emplace(layer_.kernels, layer_.bounds, ranks());
     for (int s = 1; s < ranks(); ++s) {
-      steps_[at(s)].rows = fmt::format("ring of queries, step {} of {}", s, ranks() - 1);
-      steps_[at(s)].states = fmt::format("ring of states, step {} of {}", s, ranks() - 1);
+      row_steps_.push_back(fmt::format("ring of queries, step {} of {}", s, ranks() - 1));
+      state_steps_.push_back(fmt::format("ring of states, step {} of {}", s, ranks() - 1));
     }
   }
 
@@ -65,49 +73,47 @@ class RingQ final : public Strategy {
 
   void queue(Pass& pass) override {
     const Run& run = pass.run;
-    const kernels::AttentionKernels& kernels = layer_.kernels;
     run.enter(Phase::attend);
-    if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, kernels);
-    pass.say_to(kernels);
+    if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
+    pass.say_to(layer_.kernels);
     append_new_keys(layer_, pass);
     find_starts(pass);
-    plan(run);
-
-    run.enter(Phase::exchange);
-    if (pass.said)
-      layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "ring of queries, agreement",
-                             pass.said);
+    make_route(run);
     if (own_rows(run) == sent_)
       layer_.kernels.place_rows({static_cast<const std::byte*>(run.args.q.data), sent_, nullptr,
                                  run.args.q.shape[0], rows_.row_bytes()},
                                 run.stream);
-    comm::Transfer coming = start_rows(run, 1);
-    std::array<comm::Transfer, 2> going;
-    run.enter(Phase::attend);
-    attend(run, pass.attend, coming);
-    for (int s = 1; s < ranks(); ++s) {
-      run.enter(Phase::exchange);
-      coming.wait(run.stream);
-      if (s + 1 < ranks()) coming = start_rows(run, s + 1);
-      comm::Transfer& home = going[at(s % 2)];
-      home.wait(run.stream);  // of two steps before, from the same slot
-      run.enter(Phase::attend);
-      if (steps_[at(s)].comes) attend(run, guest_params(pass, s), coming);
-      if (!steps_[at(s)].goes) write_empty(pass, host(s));
-      run.enter(Phase::exchange);
-      home = start_states(pass, s);
-    }
-    for (comm::Transfer& home : going) home.wait(run.stream);
-    run.enter(Phase::merge);
-    kernels.merge(pass.merge, run.stream);
+    Forward forward(*this, pass);
+    walk(route_, pass, layer_.comm, "ring of queries, agreement", underway_, forward);
   }
 
  private:
-  struct Step {
-    std::string rows, states;  // names
-    bool comes = false;        // rows of the guest do
-    bool goes = false;         // the rank's own do
+  /// Makes states of guests, which go home, and of the rank's own rows, and merges these.
+  class Forward final : public Visitor {
+   public:
+    Forward(const RingQ& ring, const Pass& pass) : ring_(ring), pass_(pass) {}
+
+    comm::Transfers start(const Move& move) override {
+      return move.what == Move::out ? ring_.start_rows(pass_.run, move)
+                                    : ring_.start_states(pass_, move);
+    }
+
+    void visit(const Step& step, const kernels::BetweenTiles& between) override {
+      pass_.run.enter(Phase::attend);
+      ring_.attend(pass_, step, between);
+      if (step.guest == Step::kOwn) ring_.write_empty(pass_);
+    }
+
+    void finish() override {
+      pass_.run.enter(Phase::merge);
+      ring_.layer_.kernels.merge(pass_.merge, pass_.run.stream);
+    }
+
+   private:
+    const RingQ& ring_;
+    const Pass& pass_;
   };
+
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
   int rank() const { return layer_.comm.rank(); }
   int ranks() const { return layer_.comm.size(); }
@@ -132,14 +138,13 @@ class RingQ final : public Strategy {
   }
 
   /// Finds whose rows go where.
-  void plan(const Run& run) {
-    const auto meet = [&](int rows, int keys) {
-      return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
-    };
-    for (int s = 1; s < ranks(); ++s) {
-      steps_[at(s)].comes = meet(guest(s), rank());
-      steps_[at(s)].goes = meet(rank(), host(s));
-    }
+  void make_route(const Run& run) {
+    make_ring(
+        {.ranks = ranks(), .rank = rank(), .words_first = true, .goes_home = true},
+        [&](int rows, int keys) {
+          return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
+        },
+        route_);
   }
 
   std::int32_t* starts_of(const Run& run, int rank) const {
@@ -165,67 +170,69 @@ class RingQ final : public Strategy {
     return run.args.q.shape[0] < rows_.rows_of(run, rank()) ? sent_ : run.args.q.data;
   }
 
-  comm::Transfer start_rows(const Run& run, int s) const {
-    const Step& step = steps_[at(s)];
+  comm::Transfers start_rows(const Run& run, const Move& move) const {
     const auto bytes = [&](bool moves, int rank) {
       return moves ? at(rows_.rows_of(run, rank) * rows_.row_bytes()) : 0;
     };
-    return layer_.comm.start_shift(own_rows(run), bytes(step.goes, rank()), visiting_[at(s % 2)],
-                                   bytes(step.comes, guest(s)), s, run.stream, step.rows.c_str());
+    const comm::Piece rows{own_rows(run), bytes(move.sends, rank()), visiting_[at(move.slot)],
+                           bytes(move.receives, guest(move.distance))};
+    return layer_.comm.start_shifts({&rows, 1}, move.distance, run.stream,
+                                    row_steps_[at(move.distance)].c_str());
   }
 
   /// Sends the guest's states home, and brings this rank's own from where its rows were.
-  comm::Transfer start_states(const Pass& pass, int s) const {
-    const Run& run = pass.run;
-    const Step& step = steps_[at(s)];
+  comm::Transfers start_states(const Pass& pass, const Move& move) const {
+    const int s = ranks() - move.distance;
     const kernels::StateSlots& own = pass.attend.state;
-    const std::size_t sent = at(slot_of(rows_.rows_of(run, guest(s)), nullptr).slot_bytes());
-    return layer_.comm.start_shift(
-        leaving_[at(s % 2)], step.comes ? sent : 0, own.data + host(s) * own.slot_bytes(),
-        step.goes ? at(own.slot_bytes()) : 0, ranks() - s, run.stream, step.states.c_str());
+    const std::size_t sent = at(slot_of(rows_.rows_of(pass.run, guest(s)), nullptr).slot_bytes());
+    const comm::Piece states{leaving_[at(move.slot)], move.sends ? sent : 0,
+                             own.data + host(s) * own.slot_bytes(),
+                             move.receives ? at(own.slot_bytes()) : 0};
+    return layer_.comm.start_shifts({&states, 1}, move.distance, pass.run.stream,
+                                    state_steps_[at(s)].c_str());
   }
 
   kernels::StateSlots slot_of(std::int64_t rows, std::byte* data) const {
     return {data, rows * layer_.bounds.heads, layer_.bounds.value_dim, 1};
   }
 
-  /// Describes the attention of the guest's rows to this rank's keys.
-  kernels::AttendParams guest_params(const Pass& pass, int s) const {
-    const Run& run = pass.run;
+  /// Attends with the guest's rows to this rank's keys.
+  void attend(const Pass& pass, const Step& step, const kernels::BetweenTiles& between) const {
     const kernels::AttendParams& bounds = layer_.bounds;
+    const Run& run = pass.run;
     kernels::AttendParams p = pass.attend;
-    p.tokens = rows_.rows_of(run, guest(s));
-    p.queries = run.arrays.queries.with_rank(guest(s));
-    if (run.arrays.query_start != nullptr) p.batch.query_start = starts_of(run, guest(s));
-    p.q = {visiting_[at(s % 2)], std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
-    p.state = slot_of(p.tokens, leaving_[at(s % 2)]);
-    p.slot = 0;
-    return p;
+    if (step.guest != Step::kOwn) {
+      p.tokens = rows_.rows_of(run, guest(step.guest));
+      p.queries = run.arrays.queries.with_rank(guest(step.guest));
+      if (run.arrays.query_start != nullptr)
+        p.batch.query_start = starts_of(run, guest(step.guest));
+      p.q = {visiting_[at(step.slot)], std::int64_t{bounds.heads} * bounds.head_dim,
+             bounds.head_dim};
+      p.state = slot_of(p.tokens, leaving_[at(step.result_slot)]);
+      p.slot = 0;
+    }
+    layer_.kernels.attend(p, kernels::StateEpilogue{}, run.stream, {}, between);
   }
 
-  void attend(const Run& run, const kernels::AttendParams& p, comm::Transfer& coming) const {
-    layer_.kernels.attend(p, kernels::StateEpilogue{}, run.stream, {}, [&coming] {
-      try {
-        coming.test();
-      } catch (...) {  // it ends the communicator, and the wait throws it
-      }
-    });
-  }
-
-  /// Writes empty states of this rank's rows in the slot of a rank none of whose keys they see:
+  /// Writes empty states of this rank's rows in the slots of ranks none of whose keys they see:
   /// they attend to a share without keys. (The owner's own share would not do: a tile of rows may
   /// reach over keys that none of its rows sees.)
-  void write_empty(const Pass& pass, int owner) const {
+  void write_empty(const Pass& pass) const {
     constexpr std::int64_t kBeyondAnyLength = std::numeric_limits<std::int32_t>::max();
     kernels::AttendParams p = pass.attend;
     p.shard = Shard::interleaved(p.shard.length, 1, 2, kBeyondAnyLength);
-    p.slot = owner;
-    layer_.kernels.attend(p, pass.run.stream);
+    for (const Move& move : route_.moves) {
+      if (move.what != Move::out || move.sends) continue;
+      p.slot = host(move.distance);
+      layer_.kernels.attend(p, pass.run.stream);
+    }
   }
 
   Layer layer_;
   DealtRows rows_;
-  std::vector<Step> steps_;               // of the run at hand, by distance
+  std::vector<std::string> row_steps_, state_steps_;  // names of steps, by distance
+  Route route_;                                       // of the run at hand
+  Underway underway_;
   std::optional<StateMemory> states_;     // [ranks] slots of this rank's rows
   std::int32_t* starts_ = nullptr;        // [ranks, batch + 1]
   std::byte* sent_ = nullptr;             // on GPUs: this rank's rows, up to a bound

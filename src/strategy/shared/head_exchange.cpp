@@ -46,7 +46,14 @@ HeadExchange::HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Tra
           of_own_heads(layer, share_,
                        layer.options.limits.max_tokens * (rows_.are_gathered() ? ranks.count : 1))),
       keys_(layer),
-      own_keys_(own_layer_) {}
+      own_keys_(own_layer_),
+      route_(peers()),
+      underway_(peers()) {
+  make_gather({.ranks = peers(),
+               .parts = rows_.are_gathered() ? 3 : 2,  // queries, keys, values
+               .parts_home = by_heads() ? 0 : 1},
+              route_);
+}
 
 void HeadExchange::lay_out(Parts& memory) {
   const kernels::AttendParams& own = own_layer_.bounds;
@@ -94,23 +101,59 @@ KeyBlock HeadExchange::ready_keys(Pass& pass) const {
   return keys_.own_keys(pass.run, copied_);
 }
 
-void HeadExchange::bring(Pass& pass) const {
-  const KeyBlock keys = ready_keys(pass);
+/// Each part by an exchange of its own.
+class HeadExchange::Forward final : public Visitor {
+ public:
+  Forward(const HeadExchange& exchange, Pass& pass, const std::function<void()>& attend)
+      : exchange_(exchange),
+        pass_(pass),
+        asked_(pass.merge),
+        keys_(exchange.ready_keys(pass)),
+        attend_(attend) {}
+
+  comm::Transfers start(const Move& move) override {
+    const int i = move.part - (exchange_.rows_.are_gathered() ? 1 : 0);  // keys, and then values
+    if (move.what == Move::home)
+      exchange_.take_back(pass_, asked_);
+    else if (i < 0)
+      exchange_.exchange_queries(pass_);
+    else
+      exchange_.exchange_keys(pass_, keys_, i);
+    return {};
+  }
+  void visit(const Step&, const kernels::BetweenTiles&) override {
+    exchange_.make_own(pass_);
+    attend_();
+  }
+
+ private:
+  const HeadExchange& exchange_;
+  Pass& pass_;
+  const kernels::MergeParams asked_;
+  const KeyBlock keys_;
+  const std::function<void()>& attend_;
+};
+
+void HeadExchange::queue(Pass& pass, const std::function<void()>& attend) {
+  Forward forward(*this, pass, attend);
   pass.run.enter(Phase::exchange);
   rows_.make_map(pass);
-  if (rows_.are_gathered()) exchange_queries(pass);
-  exchange_keys(pass, keys);
-  attend_to(pass, share_);
-  if (ranks_.nodes > 1) take_rows_of_node(pass);
-  if (!by_heads()) point_at_finished(pass);
+  find_starts(pass.run);
+  walk(route_, pass, comm_, nullptr, underway_, forward);
 }
 
 void HeadExchange::take_back(const Pass& pass, const kernels::MergeParams& asked) const {
-  if (by_heads()) return;
   if (rows_.are_dealt())
     return_rows(pass, asked);
   else
     gather_heads(pass, asked);
+}
+
+/// Makes the attention that of this rank's heads, once their rows and keys are here.
+void HeadExchange::make_own(Pass& pass) const {
+  attend_to(pass, share_);
+  if (ranks_.nodes > 1) take_rows_of_node(pass);
+  if (!by_heads()) point_at_finished(pass);
 }
 
 std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
@@ -174,29 +217,29 @@ void HeadExchange::exchange_queries(const Pass& pass) const {
   layer_.kernels.pack_outputs(place, run.stream);
 }
 
-/// Brings all keys and values of this rank's kv heads, in the order of whole sequences, or of the
-/// node's part of them.
-void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own) const {
+/// Finds where sequences start in the keys of every rank, and in all of them.
+void HeadExchange::find_starts(const Run& run) const {
+  for (int p = 0; p < peers(); ++p)
+    own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
+  own_keys_.find_whole_starts(run, ordered_, part_of_node(run.arrays.keys, ranks_));
+}
+
+/// Brings all keys (i = 0), or values, of this rank's kv heads, in the order of whole sequences, or
+/// of the node's part of them.
+void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) const {
   const Run& run = pass.run;
   std::int64_t most = 0;
   for (int p = 0; p < peers(); ++p) most = std::max(most, keys_.rows_of(run, ranks_.first + p));
-  const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
-  const Shard part = part_of_node(run.arrays.keys, ranks_);
-  for (int p = 0; p < peers(); ++p)
-    own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
-  own_keys_.find_whole_starts(run, ordered_, part);
-  for (int i = 0; i < 2; ++i) {
-    const std::int64_t slot = key_slot(most, i);
-    pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows,
-               dim_of(i), layer_.bounds.kv_dtype, &HeadShare::kv, slot);
-    comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
-                     i == 0 ? "exchange of keys" : "exchange of values", pass.said);
-    for (int p = 0; p < peers(); ++p) {
-      KeyBlock from{.start = starts_of(p)}, to = ordered_;
-      (i == 0 ? from.k : from.v) = arriving_ + p * slot;
-      (i == 0 ? to.v : to.k) = nullptr;
-      own_keys_.copy_in_order(run, ranks_.first + p, from, to, part);
-    }
+  const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank()), slot = key_slot(most, i);
+  pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows, dim_of(i),
+             layer_.bounds.kv_dtype, &HeadShare::kv, slot);
+  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
+                   i == 0 ? "exchange of keys" : "exchange of values", pass.said);
+  for (int p = 0; p < peers(); ++p) {
+    KeyBlock from{.start = starts_of(p)}, to = ordered_;
+    (i == 0 ? from.k : from.v) = arriving_ + p * slot;
+    (i == 0 ? to.v : to.k) = nullptr;
+    own_keys_.copy_in_order(run, ranks_.first + p, from, to, part_of_node(run.arrays.keys, ranks_));
   }
 }
 

@@ -8,13 +8,16 @@
 // Where the ranks are those of a node, "all rows" are those that the node has.
 #pragma once
 
+#include <functional>
 #include <string>
 
+#include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/finished_rows.hpp"
 #include "src/strategy/shared/head_shares.hpp"
 #include "src/strategy/shared/node_ranks.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -39,13 +42,11 @@ class HeadExchange {
   /// every rank, for a run that cannot be shared by heads.
   void prepare(Pass& pass, const char* strategy) const;
 
-  /// Queues what brings rows and keys here, and makes the attention that of this rank's heads.
-  /// Its result goes where finished rows leave from, unless the rank gets these heads alone.
-  void bring(Pass& pass) const;
-
-  /// Queues what takes finished rows to the ranks whose they are; `asked` is the merge as it was
-  /// asked for.
-  void take_back(const Pass& pass, const kernels::MergeParams& asked) const;
+  /// Queues a run: brings rows and keys here, makes the attention that of this rank's heads, calls
+  /// attend(), and takes finished rows to the ranks whose they are. attend() ends in the result
+  /// that the pass asks for then: where finished rows leave from, unless the rank gets these heads
+  /// alone.
+  void queue(Pass& pass, const std::function<void()>& attend);
 
   // The same by parts, for who brings rows and keys here in another way (head_puts.hpp).
 
@@ -66,6 +67,8 @@ class HeadExchange {
   }
 
  private:
+  class Forward;
+
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
   int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
@@ -86,7 +89,10 @@ class HeadExchange {
   void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
                   DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;
   void exchange_queries(const Pass& pass) const;
-  void exchange_keys(const Pass& pass, const KeyBlock& own) const;
+  void find_starts(const Run& run) const;
+  void exchange_keys(const Pass& pass, const KeyBlock& own, int i) const;
+  void make_own(Pass& pass) const;
+  void take_back(const Pass& pass, const kernels::MergeParams& asked) const;
   void take_rows_of_node(Pass& pass) const;
   void point_at_finished(Pass& pass) const;
   void return_rows(const Pass& pass, const kernels::MergeParams& asked) const;
@@ -111,7 +117,9 @@ class HeadExchange {
   std::byte* finished_ = nullptr;   // FinishedSlot of all rows, in the memory of arriving_
   KeyBlock copied_;                 // this rank's keys, all kv heads, where they must be copied
   std::int64_t* starts_ = nullptr;  // [peers, batch] first row of each sequence of a rank's keys
-  KeyBlock ordered_;                // whole sequences, or a node's part of them, own kv heads
+  Route route_;
+  Underway underway_;
+  KeyBlock ordered_;  // whole sequences, or a node's part of them, own kv heads
 };
 
 /// Why so many ranks cannot share the work of such a layer by heads; empty where they can.

@@ -70,7 +70,11 @@ struct HeadPuts::Way {
 };
 
 HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
-    : layer_(layer), exchange_(exchange), puts_(layer, "exchange of rows and keys by heads") {
+    : layer_(layer),
+      exchange_(exchange),
+      puts_(layer, "exchange of rows and keys by heads"),
+      route_(ranks()),
+      underway_(ranks()) {
   const Options& options = layer_.options;
   if (options.exchange == Exchange::gather) return;
   if (!options.queries) {
@@ -105,7 +109,44 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
              pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(sent))};
 }
 
-bool HeadPuts::queue(Pass& pass) const {
+/// A kernel puts rows and keys, and the attention waits for them on the GPU. It stores finished
+/// rows where they belong if it can; else they go home when all are finished.
+class HeadPuts::Forward final : public Visitor {
+ public:
+  Forward(const HeadPuts& heads, const Pass& pass, const Way& way, RowPuts& puts,
+          KeyArrivals& arrivals, const kernels::MergeParams& asked)
+      : heads_(heads), pass_(pass), way_(way), puts_(puts), arrivals_(arrivals), asked_(asked) {}
+
+  comm::Transfers start(const Move& move) override {
+    if (move.what == Move::out)
+      heads_.puts_.put(pass_, puts_, arrivals_);
+    else if (!puts_.beside)
+      send_home();
+    return {};
+  }
+  void visit(const Step&, const kernels::BetweenTiles&) override {
+    heads_.puts_.attend(pass_, puts_, Phase::exchange);
+  }
+  void finish() override {
+    pass_.run.enter(Phase::merge);
+    heads_.put_result(pass_.run, way_, asked_, puts_.among);
+  }
+
+ private:
+  void send_home() {  // an exchange of its own, which no rank begins after an abort
+    puts_.among = heads_.puts_.begin("exchange of results by heads");
+    heads_.take_back(pass_.run, way_);
+  }
+
+  const HeadPuts& heads_;
+  const Pass& pass_;
+  const Way& way_;
+  RowPuts& puts_;
+  KeyArrivals& arrivals_;
+  const kernels::MergeParams& asked_;
+};
+
+bool HeadPuts::queue(Pass& pass) {
   const Run& run = pass.run;
   std::optional<Way> found = way_of(run);
   if (!found) return false;
@@ -126,13 +167,9 @@ bool HeadPuts::queue(Pass& pass) const {
     end_where_rows_leave(pass, way);
   }
   RowPuts puts = puts_of(way, begins);
-  puts_.attend_beside(pass, puts, arrivals, Phase::exchange);
-  if (!begins) {  // an exchange of its own, which no rank begins after an abort
-    puts.among = puts_.begin("exchange of results by heads");
-    take_back(run, way);
-  }
-  run.enter(Phase::merge);
-  put_result(run, way, asked, puts.among);
+  make_gather({.ranks = ranks(), .parts = 1, .parts_home = 1, .beside = begins}, route_);
+  Forward forward(*this, pass, way, puts, arrivals, asked);
+  walk(route_, pass, layer_.comm, nullptr, underway_, forward);
   puts_.end(run, received(way) + received_results(way));
   return true;
 }

@@ -36,10 +36,11 @@ class HeadPuts {
   /// Queues a run that `exchange` has prepared, result and all; or nothing, and returns false,
   /// where it is none of those that this takes: of one sequence, whose length the host knows, and
   /// of which every rank has a few stretches of neighbouring rows and keys. All ranks do alike.
-  bool queue(Pass& pass) const;
+  bool queue(Pass& pass);
 
  private:
   struct Way;  // of a run
+  class Forward;
 
   std::optional<Way> way_of(const Run& run) const;
 
@@ -60,6 +61,8 @@ class HeadPuts {
   Layer layer_;
   HeadExchange& exchange_;
   PutExchange puts_;
+  Route route_;  // of the run at hand
+  Underway underway_;
   std::byte* rows_ = nullptr;  // [own rows, heads, value_dim] finished rows, as they come
   std::byte* lse_ = nullptr;   // [heads, own rows] of them
 };

@@ -31,7 +31,11 @@ struct KeyPuts::Ways {
 };
 
 KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
-    : layer_(layer), keys_(keys), puts_(layer, "exchange of keys and values") {
+    : layer_(layer),
+      keys_(keys),
+      puts_(layer, "exchange of keys and values"),
+      route_(ranks()),
+      underway_(ranks()) {
   if (layer_.options.exchange == Exchange::gather) return;
   puts_.open([&](Parts& memory) { whole_ = keys_.take_block(memory, rows); });
 }
@@ -50,7 +54,28 @@ std::optional<KeyPuts::Ways> KeyPuts::ways_of(const Run& run) const {
               pieces_of_keys(heads, kv_heads, static_cast<double>(sent))};
 }
 
-bool KeyPuts::queue(Pass& pass, const KeyBlock& copied) const {
+/// A kernel puts the keys, and the attention waits for them on the GPU.
+class KeyPuts::Forward final : public Visitor {
+ public:
+  Forward(const PutExchange& exchange, const Pass& pass, RowPuts& puts, KeyArrivals& arrivals)
+      : exchange_(exchange), pass_(pass), puts_(puts), arrivals_(arrivals) {}
+
+  comm::Transfers start(const Move&) override {
+    exchange_.put(pass_, puts_, arrivals_);
+    return {};
+  }
+  void visit(const Step&, const kernels::BetweenTiles&) override {
+    exchange_.attend(pass_, puts_, Phase::merge);
+  }
+
+ private:
+  const PutExchange& exchange_;
+  const Pass& pass_;
+  RowPuts& puts_;
+  KeyArrivals& arrivals_;
+};
+
+bool KeyPuts::queue(Pass& pass, const KeyBlock& copied) {
   const Run& run = pass.run;
   const std::optional<Ways> ways = ways_of(run);
   if (!ways) return false;
@@ -63,7 +88,9 @@ bool KeyPuts::queue(Pass& pass, const KeyBlock& copied) const {
   const bool begins = layer_.kernels.takes_arrivals(pass.attend, pass.merge);
   if (!begins) pass.attend.arrivals = nullptr;
   RowPuts puts = puts_of(run, *ways, own, begins);
-  puts_.attend_beside(pass, puts, arrivals, Phase::merge);
+  make_gather({.ranks = ranks(), .parts = 1, .beside = begins}, route_);
+  Forward forward(puts_, pass, puts, arrivals);
+  walk(route_, pass, layer_.comm, nullptr, underway_, forward);
   puts_.end(run, received(run, *ways));
   return true;
 }

@@ -15,9 +15,11 @@
 #include <optional>
 #include <vector>
 
+#include "src/strategy/route.hpp"
 #include "src/strategy/shared/head_shares.hpp"
 #include "src/strategy/shared/put_exchange.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -37,10 +39,11 @@ class KeyPuts {
   /// this takes: of one sequence, whose length the host knows, and of which every rank has a few
   /// stretches of neighbouring keys. All ranks do alike. `copied` is memory for this rank's keys,
   /// where they cannot be sent from where they lie.
-  bool queue(Pass& pass, const KeyBlock& copied) const;
+  bool queue(Pass& pass, const KeyBlock& copied);
 
  private:
   struct Ways;  // of a run
+  class Forward;
 
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
@@ -55,6 +58,8 @@ class KeyPuts {
   const TravellingKeys& keys_;
   PutExchange puts_;
   KeyBlock whole_;
+  Route route_;  // of the run at hand
+  Underway underway_;
 };
 
 /// The pieces in which keys of `bytes` leave a rank.

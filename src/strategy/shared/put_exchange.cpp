@@ -10,8 +10,7 @@ void PutExchange::lay_out_words(Parts& memory) {
   done_ = memory.take_array<unsigned>(RowPuts::kMostPieces);
 }
 
-void PutExchange::attend_beside(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals,
-                                Phase last) const {
+void PutExchange::put(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals) const {
   const Run& run = pass.run;
   comm::Transport& comm = layer_.comm;
   run.enter(Phase::exchange);
@@ -25,7 +24,10 @@ void PutExchange::attend_beside(const Pass& pass, RowPuts& puts, KeyArrivals& ar
 
   if (puts.beside) run.enter(Phase::attend);  // nothing may stand between the kernels
   layer_.kernels.put_rows(puts, run.stream);
-  if (!puts.beside) run.enter(Phase::attend);
+}
+
+void PutExchange::attend(const Pass& pass, const RowPuts& puts, Phase last) const {
+  if (!puts.beside) pass.run.enter(Phase::attend);
   pass.attend_to(pass.merge, last, layer_.kernels);
 }
 

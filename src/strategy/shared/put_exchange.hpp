@@ -33,11 +33,11 @@ class PutExchange {
   /// Has what ranks say of a run travel ahead of the rows.
   void compare(Pass& pass) const { pass.compare_in(said_, layer_.comm.rank()); }
 
-  /// Queues the puts, and the attention of the run up to the phase `last`: beside them where
-  /// `puts.beside` says so, and then it waits for `arrivals`, else behind them. Completes both with
-  /// what all of them have.
-  void attend_beside(const Pass& pass, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals,
-                     Phase last) const;
+  /// Queues the puts, ahead of the attention, which waits for `arrivals` beside them where
+  /// `puts.beside` says so. Completes both with what all of them have.
+  void put(const Pass& pass, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals) const;
+  /// Queues the attention of the run up to the phase `last`.
+  void attend(const Pass& pass, const kernels::RowPuts& puts, Phase last) const;
   /// The counters by which kernels meet. Throws where the communicator has failed, with `step`.
   PutRanks begin(const char* step) const { return layer_.comm.begin_puts(buffer_.get(), step); }
   /// Has the kernels watched until they end. `received` bytes come here.

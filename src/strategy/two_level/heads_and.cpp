@@ -70,11 +70,7 @@ class HeadsAnd final : public Strategy {
     pass.say_to(layer_.kernels);
     layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.said);
     pass.said = nullptr;
-    const kernels::MergeParams asked = pass.merge;
-    or_end_all([&] { exchange_.bring(pass); });
-    or_end_all([&] { attend_between_nodes(pass); });
-    run.enter(Phase::exchange);
-    or_end_all([&] { exchange_.take_back(pass, asked); });
+    or_end_all([&] { exchange_.queue(pass, [&] { attend_between_nodes(pass); }); });
   }
 
  private:

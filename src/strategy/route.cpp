@@ -1,0 +1,204 @@
+#include "src/strategy/route.hpp"
+
+namespace longspan {
+namespace {
+
+/// The route of a ring, step by step.
+class RingMaker {
+ public:
+  RingMaker(const Ring& ring, const IsWanted& is_wanted, Route& route)
+      : ring_(ring), is_wanted_(is_wanted), route_(route) {}
+
+  void make() {
+    list_moves();
+    begin_words();
+    for (int s = 0; s < ring_.ranks;) {
+      const bool ends = s == last_ && !ring_.goes_home;
+      if (ends) hear_all(s);
+      const int next = ends && ring_.by_copy_engines ? ring_.ranks : next_of(s);
+      visit_beside(s, next);
+      if (ring_.goes_home && s > 0) send_home(s);
+      if (next < ring_.ranks) {
+        hear();
+        route_.wait(out(next));
+      }
+      s = next;
+    }
+    if (!ring_.goes_home) return;
+    hear();
+    for (int slot = 0; slot < kResultSlots; ++slot) free_result(slot);
+    route_.finish();
+  }
+
+ private:
+  // Indices of moves: by distance, words last.
+  int out(int s) const { return s - 1; }
+  int home(int s) const { return ring_.ranks - 1 + s - 1; }
+  const Move& move(int s) const { return route_.moves[static_cast<std::size_t>(out(s))]; }
+  bool moves(int s) const { return move(s).sends || move(s).receives; }
+  bool attends(int s) const { return s == 0 || move(s).receives; }
+  int rank_at(int distance) const { return (ring_.rank + distance + ring_.ranks) % ring_.ranks; }
+
+  void list_moves() {
+    int came = 0;
+    for (int s = 1; s < ring_.ranks; ++s) {
+      Move block{.distance = s, .has_words = ring_.by_copy_engines};
+      block.sends = is_wanted_(ring_.rank, rank_at(s));
+      block.receives = is_wanted_(rank_at(-s), ring_.rank);
+      block.slot = ring_.first_slot + (ring_.by_copy_engines ? s - 1 : came) % ring_.slots;
+      if (block.receives) ++came, last_ = s;
+      route_.add(block);
+    }
+    for (int s = 1; ring_.goes_home && s < ring_.ranks; ++s)
+      route_.add({.what = Move::home,
+                  .distance = ring_.ranks - s,
+                  .sends = move(s).receives,
+                  .receives = move(s).sends,
+                  .slot = s % kResultSlots});
+    words_ = route_.add({.what = Move::words, .has_words = true});
+  }
+
+  void begin_words() {
+    heard_ = ring_.by_copy_engines || ring_.words_first;
+    if (ring_.words_first)
+      route_.exchange(words_);
+    else if (!ring_.by_copy_engines)
+      route_.start(words_);
+  }
+  /// Waits for what ranks say of the run, once, where no block brings it.
+  void hear() {
+    if (!heard_) route_.wait(words_);
+    heard_ = true;
+  }
+  /// The same where blocks bring it, which all move then: the result is made of what all ranks mean
+  /// alike.
+  void hear_all(int s) {
+    hear();
+    for (++s; ring_.by_copy_engines && s < ring_.ranks; ++s) {
+      if (s > started_) start(s);
+      route_.wait(out(s));
+    }
+  }
+
+  /// The next step in which something moves here; the number of ranks where there is none. Moves
+  /// home come between others, in one order on all ranks, so that no step is left out there.
+  int next_of(int s) const {
+    const bool skips = !ring_.by_copy_engines && !ring_.goes_home;
+    do ++s;
+    while (s < ring_.ranks && skips && !moves(s));
+    return s;
+  }
+
+  void start(int s) {
+    route_.start(out(s));
+    started_ = s;
+  }
+
+  /// Visits the guest of step `s`, if one came, while those of `next` come; where they come into
+  /// the same slot, they come afterwards.
+  void visit_beside(int s, int next) {
+    const bool all_at_once = ring_.by_copy_engines && ring_.slots == ring_.ranks - 1;
+    const int end = all_at_once ? ring_.ranks : next + 1;  // of the moves that start now
+    const bool sets_out = next < ring_.ranks && next > started_;
+    const bool behind =
+        sets_out && s > 0 && attends(s) && move(next).receives && move(s).slot == move(next).slot;
+    // Copy engines need no place among the multiprocessors, and the visit is what takes longest.
+    const bool early = sets_out && !behind && ring_.by_copy_engines && attends(s);
+    const auto start_next = [&] {
+      for (int t = next; t < end; ++t) start(t);
+    };
+    if (sets_out && !behind && !early) start_next();
+    if (attends(s))
+      visit(s, next < ring_.ranks && !behind ? out(next) : -1, early ? end - next : 0);
+    if (behind || early) start_next();
+  }
+
+  void visit(int s, int beside, int early) {
+    if (s > 0) free_result(s % kResultSlots);
+    route_.steps.push_back({.kind = Step::visit,
+                            .guest = s,
+                            .slot = s == 0 ? 0 : move(s).slot,
+                            .result_slot = s % kResultSlots,
+                            .beside = beside,
+                            .early = early,
+                            .ends = s == last_ && !ring_.goes_home});
+  }
+
+  /// Waits until what was made of a guest has left its slot.
+  void free_result(int slot) {
+    if (leaving_[slot] > 0) route_.wait(home(leaving_[slot]));
+    leaving_[slot] = 0;
+  }
+  void send_home(int s) {
+    free_result(s % kResultSlots);
+    route_.start(home(s));
+    leaving_[s % kResultSlots] = s;
+  }
+
+  static constexpr int kResultSlots = 2;
+
+  const Ring& ring_;
+  const IsWanted& is_wanted_;
+  Route& route_;
+  int words_ = 0;
+  int last_ = 0;     // the step of the last guest; 0: there is none
+  int started_ = 0;  // the last step that has set out
+  bool heard_ = false;
+  int leaving_[kResultSlots] = {};  // the step whose result leaves from a slot; 0: none
+};
+
+}  // namespace
+
+Route::Route(int ranks) {
+  moves.reserve(most_moves(ranks));
+  // Each move starts, is waited for, and stands behind one visit at most.
+  steps.reserve(3 * most_moves(ranks));
+}
+
+void Route::clear() {
+  moves.clear();
+  steps.clear();
+}
+
+int Route::add(const Move& move) {
+  moves.push_back(move);
+  return static_cast<int>(moves.size()) - 1;
+}
+
+void make_ring(const Ring& ring, const IsWanted& is_wanted, Route& route) {
+  route.clear();
+  RingMaker(ring, is_wanted, route).make();
+}
+
+namespace {
+
+/// Every block by itself, all at once; what ranks say goes ahead of them.
+void gather_by_shifts(const Gather& gather, Route& route) {
+  route.start(route.add({.what = Move::words, .has_words = true}));
+  for (int s = 1; s < gather.ranks; ++s) route.start(route.add({.distance = s, .slot = s}));
+  for (int move = 0; move < gather.ranks; ++move) route.wait(move);
+}
+
+}  // namespace
+
+void make_gather(const Gather& gather, Route& route) {
+  route.clear();
+  if (gather.parts == 0) gather_by_shifts(gather, route);
+  for (int part = 0; part < gather.parts; ++part) {
+    const int move = route.add({.part = part, .has_words = true});
+    if (gather.beside)
+      route.start(move);
+    else
+      route.exchange(move);
+  }
+  const bool ends = gather.parts_home == 0;
+  route.steps.push_back(
+      {.kind = Step::visit, .guest = Step::kAll, .beside = gather.beside ? 0 : -1, .ends = ends});
+  if (gather.beside) route.wait(0);
+  if (ends) return;
+  for (int part = 0; part < gather.parts_home; ++part)
+    route.exchange(route.add({.what = Move::home, .part = part}));
+  route.finish();
+}
+
+}  // namespace longspan

@@ -1,0 +1,109 @@
+#include "src/strategy/shared/walk.hpp"
+
+namespace longspan {
+namespace {
+
+/// Lets transfers go on where that takes calls. What it finds wrong ends the communicator, and is
+/// thrown by the wait.
+void let_go_on(comm::Transfers& transfers) noexcept {
+  try {
+    transfers.test();
+  } catch (...) {
+  }
+}
+
+class Walker {
+ public:
+  Walker(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
+         Underway& underway, Visitor& visitor)
+      : route_(route),
+        pass_(pass),
+        comm_(comm),
+        words_step_(words_step),
+        underway_(underway),
+        visitor_(visitor) {}
+
+  void take(const Step& step) {
+    switch (step.kind) {
+      case Step::start:
+        return start(step.move);
+      case Step::wait:
+        return wait(step.move);
+      case Step::exchange:
+        return exchange(step.move);
+      case Step::visit:
+        return visit(step);
+      case Step::finish:
+        return visitor_.finish();
+    }
+  }
+
+ private:
+  const Move& move(int index) const { return route_.moves[static_cast<std::size_t>(index)]; }
+  Stream stream() const { return pass_.run.stream; }
+
+  void start(int index) {
+    if (move(index).what == Move::words)
+      underway_.words() = comm_.start_compare(pass_.said, stream(), words_step_);
+    else
+      underway_.of(index) = visitor_.start(move(index));
+  }
+
+  void wait(int index) {
+    enter_exchange();
+    if (move(index).what == Move::words)
+      underway_.words().wait(stream());
+    else
+      underway_.of(index).wait(stream());
+  }
+
+  void exchange(int index) {
+    enter_exchange();
+    if (move(index).what == Move::words)
+      comm_.compare(pass_.said, stream(), words_step_);
+    else
+      visitor_.start(move(index)).wait(stream());
+  }
+
+  void enter_exchange() {
+    if (!waits_) pass_.run.enter(Phase::exchange);
+    waits_ = true;
+  }
+
+  void visit(const Step& step) {
+    kernels::BetweenTiles between;
+    if (step.beside >= 0) between = [beside = &underway_.of(step.beside)] { let_go_on(*beside); };
+    waits_ = false;
+    if (step.early > 0) comm_.keep_place(stream(), step.early);
+    visitor_.visit(step, between);
+  }
+
+  const Route& route_;
+  const Pass& pass_;
+  comm::Transport& comm_;
+  const char* words_step_;
+  Underway& underway_;
+  Visitor& visitor_;
+  bool waits_ = false;  // so that the phase is marked
+};
+
+}  // namespace
+
+void Underway::drop() {
+  words_ = {};
+  for (comm::Transfers& move : moves_) move = {};
+}
+
+void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
+          Underway& underway, Visitor& visitor) {
+  Walker walker(route, pass, comm, words_step, underway, visitor);
+  try {
+    for (const Step& step : route.steps) walker.take(step);
+  } catch (...) {
+    comm.forget_place();  // or a later transfer would begin early
+    underway.drop();
+    throw;
+  }
+}
+
+}  // namespace longspan

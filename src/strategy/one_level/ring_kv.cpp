@@ -79,6 +79,7 @@ class RingKv final : public Strategy {
     keys_.begin(pass);
     const KeyBlock own = keys_.own_keys(pass.run, copy_);
     make_route(pass.run, !receive_buffer_ && own.k == copy_.k);
+    if (pass.said && !receive_buffer_) pass.run.enter(Phase::exchange);
     Forward forward(*this, pass, own);
     walk(route_, pass, layer_.comm, "ring of keys, agreement", underway_, forward);
   }

@@ -2,14 +2,14 @@
 // there are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of
 // the fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, is
 // the same tree.
-#include <unistd.h>
-
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <optional>
 #include <string>
 
 #include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/families.hpp"
 #include "kernels/host/host.hpp"
 #include "kernels/host/packed_keys.hpp"
 #include "kernels/host/tile.hpp"
@@ -18,49 +18,32 @@
 namespace longspan::kernels::host {
 namespace {
 
-constexpr int kPartsPerThread = 4;   // enough to even out parts of unequal work
-constexpr int kUsualLevels = 16;     // of a tile's stack, at its full number of rows
-constexpr int kMostLevels = 64;      // at one row
+constexpr int kPartsPerThread = 4;  // enough to even out parts of unequal work
+constexpr auto kAmx = static_cast<std::size_t>(OnHost::Id::amx);
+constexpr auto kVectors = static_cast<std::size_t>(OnHost::Id::vectors);
 constexpr int kSegmentsPerPart = 4;  // a part of fewer segments is not worth a fold
 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 int round_up(int rows, int step) { return (rows + step - 1) / step * step; }
 
-/// Whether a tile of kTileRows stays in the core's second-level cache.
-bool has_large_cache() {
-#if defined(_SC_LEVEL2_CACHE_SIZE)
-  static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 20;
-  return large;
-#else
-  return false;
-#endif
-}
-
 /// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace (or
 /// Bf16Space) per thread, then the states of parts, then keys that are packed ahead.
 struct Layout {
-  int rows, bf16_rows;  // most rows of a tile; 0 where there are no products of bf16
-  std::size_t tiles_bytes, space_bytes, part_bytes, packed_bytes;
+  std::array<int, kFamilies> rows;  // most of a tile of each family; 0 where no call takes it
+  std::size_t tiles_bytes, space_bytes = 0, part_bytes, packed_bytes;
   int parts;  // most parts, over all tiles
 
   Layout(const AttendParams& p, int threads)
-      : rows(most_rows(p, has_large_cache() ? kTileRows : kSmallTileRows)),
-        bf16_rows(p.bf16_products ? round_up(most_rows(p, kBf16Rows), kBf16BlockRows) : 0),
-        tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
-        space_bytes(round_up(std::max(TileSpace::bytes(p, rows, kUsualLevels),
-                                      TileSpace::bytes(p, 1, kMostLevels)))),
-        part_bytes(round_up(std::max(rows, bf16_rows) *
-                            (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)))),
+      : tiles_bytes(round_up((p.batch.size + 1) * sizeof(std::int64_t))),
         packed_bytes(PackedKeys::bytes(p)),
         parts(kPartsPerThread * threads) {
-    if (bf16_rows > 0)
-      space_bytes = std::max(space_bytes,
-                             round_up(std::max(Bf16Space::bytes(p, bf16_rows, kUsualLevels),
-                                               Bf16Space::bytes(p, kBf16BlockRows, kMostLevels))));
-  }
-
-  static int most_rows(const AttendParams& p, std::int64_t limit) {
-    return static_cast<int>(std::min(limit, std::max<std::int64_t>(1, p.tokens) * p.heads));
+    for (const HostFamily& family : families()) {
+      const OnHost::Room room = family.scratch(p, 0);
+      rows[static_cast<std::size_t>(family.id)] = room.rows;
+      space_bytes = std::max(space_bytes, round_up(room.bytes));
+    }
+    part_bytes = round_up(*std::max_element(rows.begin(), rows.end()) *
+                          (sizeof(Stats) + 4 * TileSpace::padded(p.value_dim)));
   }
 
   std::size_t total(int threads) const {
@@ -97,11 +80,11 @@ class AttendRun {
     }
     const std::size_t room = layout_.space_bytes - TileSpace::fixed_bytes(p);
     rows_ = static_cast<int>(
-        std::min<std::size_t>(layout_.rows, room / TileSpace::row_bytes(p, levels_)));
-    if (layout_.bf16_rows > 0) {
+        std::min<std::size_t>(layout_.rows[kVectors], room / TileSpace::row_bytes(p, levels_)));
+    if (layout_.rows[kAmx] > 0) {
       const std::size_t bf16_room = layout_.space_bytes - Bf16Space::fixed_bytes(p);
       bf16_rows_ = static_cast<int>(std::min<std::size_t>(
-          layout_.bf16_rows,
+          layout_.rows[kAmx],
           bf16_room / Bf16Space::row_bytes(p, levels_) / kBf16BlockRows * kBf16BlockRows));
     }
     // Smaller tiles, where large ones are too few to even out the threads' work.
@@ -144,11 +127,6 @@ class AttendRun {
   }
 
  private:
-  struct States {
-    const Stats* stats;  // [rows]
-    const float* o;      // [rows, padded]
-  };
-
   void attend_tiles(ThreadPool& pool, std::int64_t first, std::int64_t end) {
     pool.run((end - first) * parts_, [&](std::int64_t number, int thread) {
       const std::int64_t item = first * parts_ + number;
@@ -177,17 +155,11 @@ class AttendRun {
   }
 
   /// Attends a tile in the thread's memory, where its states then lie.
-  States attend(const Tile& tile, int thread) const {
-    States states;
-    if (takes_bf16_products(p_, tile.sequence.index)) {
-      const Bf16Space space = bf16_space(thread);
-      attend_bf16_tile(p_, tile, packed_->of(tile), space);
-      states = {space.stats, space.o};
-    } else {
-      const TileSpace space(spaces_ + thread * layout_.space_bytes, p_, rows_, levels_);
-      attend_tile(p_, tile, packed_->of(tile), space);
-      states = {space.stats, space.o};
-    }
+  TileStates attend(const Tile& tile, int thread) const {
+    const TileStates states =
+        serving(p_, tile.sequence.index)
+            .attend(p_, {tile, packed_->of(tile), spaces_ + thread * layout_.space_bytes,
+                         rows_of(tile.sequence), levels_});
     pause(thread);
     return states;
   }
@@ -212,10 +184,10 @@ class AttendRun {
     });
   }
 
+  bool is_amx(const Sequence& s) const { return serving(p_, s.index).id == OnHost::Id::amx; }
+
   /// The rows of a sequence's tiles.
-  int rows_of(const Sequence& s) const {
-    return takes_bf16_products(p_, s.index) ? bf16_rows_ : rows_;
-  }
+  int rows_of(const Sequence& s) const { return is_amx(s) ? bf16_rows_ : rows_; }
 
   std::int64_t tiles_per_head(const Sequence& s) const {
     if (p_.batch.skips(s.query_len)) return 0;
@@ -236,7 +208,7 @@ class AttendRun {
   /// memory, and are read together.
   int heads_of(const Sequence& s) const {
     const std::int64_t rows = s.query_len * group_;
-    if (rows == 0 || rows > kFewRows || takes_bf16_products(p_, s.index)) return 1;
+    if (rows == 0 || rows > kFewRows || is_amx(s)) return 1;
     return std::clamp(static_cast<int>(rows_ / rows), 1, heads_);
   }
 

@@ -26,12 +26,6 @@ inline constexpr int kBf16Queries = 9;     // a sequence of fewer keeps the prod
 /// Whether this machine has the products, the kernels are built for them, and the system allows it.
 bool has_bf16_products();
 
-/// Whether the rows of a sequence take them: by the length of its own queries, on all ranks.
-inline bool takes_bf16_products(const Geometry& p, int b) {
-  return p.bf16_products && p.dtype == DType::bf16 && p.whole_query_len(b) >= kBf16Queries &&
-         has_bf16_products();
-}
-
 /// A tile's memory. Operands of products lie in tiles of 1 KB, of 16 rows: rows by 32 of the depth
 /// on the left, 16 pairs of the depth by 16 columns on the right. Dims are padded with zeros.
 struct Bf16Space {

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/families.hpp"
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/visible.hpp"
 
@@ -63,7 +64,7 @@ PackedKeys::PackedKeys(const AttendParams& params, std::byte* memory,
     std::int64_t count = 0;
     first_[b] = 0;
     if (rows >= kLeastRows && rows <= std::numeric_limits<int>::max() &&
-        takes_bf16_products(p_, b) == bf16_ && has_tiles(s)) {
+        (serving(p_, b).id == OnHost::Id::amx) == bf16_ && has_tiles(s)) {
       const Tile tile = whole(p_, s);
       const Interval any = Visible(p_, tile).any();
       if (!any.empty()) {

@@ -62,6 +62,27 @@ std::string features_text(bool json) {
   return text;
 }
 
+std::string kernels_text(bool json) {
+  const auto yes = [](bool is) { return is ? "yes" : "no"; };
+  ordered_json all = ordered_json::array();
+  std::string text =
+      fmt::format("{:<7}{:<17}{:<12}{:<18}{:<22}{:<10}{:<10}{}\n", "device", "kernel", "queries",
+                  "heads", "rows end in", "arrivals", "new keys", "takes");
+  for (const KernelInfo& k : kernel_families()) {
+    all.push_back({{"device", k.device},
+                   {"kernel", k.name},
+                   {"queries", k.queries},
+                   {"heads", k.heads},
+                   {"takes", k.takes},
+                   {"rows end in", k.ends},
+                   {"arrivals", k.arrivals},
+                   {"new keys", k.new_keys}});
+    text += fmt::format("{:<7}{:<17}{:<12}{:<18}{:<22}{:<10}{:<10}{}\n", k.device, k.name,
+                        k.queries, k.heads, k.ends, yes(k.arrivals), yes(k.new_keys), k.takes);
+  }
+  return json ? json_text(all) : text;
+}
+
 namespace {
 
 /// A line of the tables of options and arguments: what one is called, and how ranks compare it.

@@ -1,4 +1,4 @@
-// Writes `longspan info [--features | --options]`, `longspan env` and `longspan run
+// Writes `longspan info [--features | --kernels | --options]`, `longspan env` and `longspan run
 // --list-strategies` as text for rank 0 to print.
 #pragma once
 
@@ -8,6 +8,7 @@ namespace longspan::launcher {
 
 std::string info_text(const std::string& world, bool json);
 std::string features_text(bool json);
+std::string kernels_text(bool json);
 std::string options_text(bool json);
 std::string environment_text(bool json);
 std::string strategies_text();

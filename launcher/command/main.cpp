@@ -68,6 +68,7 @@ int perform(const Communicator& world, const CommandLine& line) {
       break;
     case Action::info:
       text = line.features  ? features_text(line.json)
+             : line.kernels ? kernels_text(line.json)
              : line.options ? options_text(line.json)
                             : info_text(world.describe(), line.json);
       break;

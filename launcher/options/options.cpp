@@ -422,6 +422,7 @@ CommandLine parse(int argc, char** argv) {
 
   CLI::App* info = app.add_subcommand("info", "Version, backends, MPI, NCCL, GPUs, strategies");
   info->add_flag("--features", line.features, "What the kernels of each device can do");
+  info->add_flag("--kernels", line.kernels, "Which kernels serve which calls, in order");
   info->add_flag("--options", line.options,
                  "Options of a layer and arguments of a run, and what they are called");
   info->add_flag("--json", line.json, "As JSON");

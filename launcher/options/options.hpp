@@ -134,6 +134,7 @@ struct CommandLine {
   ScaleOptions scale;
   bool json = false;      // info, env
   bool features = false;  // info
+  bool kernels = false;   // likewise
   bool options = false;   // likewise
 };
 

@@ -16,6 +16,7 @@
 #include "comm/libraries.hpp"
 #include "kernels/backend.hpp"
 #include "kernels/features.hpp"
+#include "kernels/kernel_family.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
 #include "longspan/machine.hpp"
@@ -154,6 +155,15 @@ std::vector<FeatureInfo> features() {
   std::vector<FeatureInfo> rows;
   for (const kernels::Feature& f : kernels::features())
     if (f.by != nullptr) rows.push_back({f.name, f.meaning, f.by, f.host, f.cuda});
+  return rows;
+}
+
+std::vector<KernelInfo> kernel_families() {
+  constexpr const char* kEnds[] = {"states", "result of split keys", "result"};
+  std::vector<KernelInfo> rows;
+  for (const kernels::FamilyRow& f : kernels::family_rows())
+    rows.push_back({name(f.device), f.words.name, f.words.queries, f.words.heads, f.words.takes,
+                    kEnds[static_cast<int>(f.ends)], f.takes_arrivals, f.writes_new_keys});
   return rows;
 }
 

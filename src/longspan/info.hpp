@@ -1,6 +1,6 @@
 /// \file
-/// What this build and this machine can do, as rows for people: `longspan info [--features]` and
-/// `longspan env`.
+/// What this build and this machine can do, as rows for people: `longspan info [--features |
+/// --kernels]` and `longspan env`.
 #pragma once
 
 #include <string>
@@ -36,6 +36,23 @@ struct FeatureInfo {
 
 /// Every feature of the kernels' own list that a public call can ask for.
 std::vector<FeatureInfo> features();
+
+/// A family of attention kernels: which calls it serves, unless a row of the same device ahead of
+/// it takes them.
+struct KernelInfo {
+  std::string device;   ///< "host" or "cuda"
+  std::string name;     ///< of the family
+  std::string queries;  ///< of a sequence: "short" (up to 16), "long", "any", or how many
+  std::string heads;    ///< head_dim and value_dim
+  std::string takes;    ///< what the call may ask for
+  std::string ends;     ///< where its rows end: "result" without a merge, "result of split keys" by
+                        ///< the fold of their splits, "states" for a merge
+  bool arrivals;        ///< whether it may begin while keys of other ranks still come
+  bool new_keys;        ///< whether it writes a call's new keys and values into the cache itself
+};
+
+/// Every family of kernels, of each device in the order in which they are asked.
+std::vector<KernelInfo> kernel_families();
 
 /// An environment variable that longspan reads, and what it is set to.
 struct EnvironmentVariable {

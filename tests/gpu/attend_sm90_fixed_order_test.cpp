@@ -17,7 +17,7 @@ void check_in_order(Case c, int stride = 1) {
   if (is_left_out(2 * kOnHopper * work_of(c))) return;
   const Data data(c);
   Sm90Run run(c, data);
-  ASSERT_TRUE(kernels::sm90::accepts(run.params())) << c;
+  ASSERT_TRUE(is_on_hopper(run.params())) << c;
   const Result finished = run.finish(), merged = run.merge();
   expect_within_rounding(c, data, finished, stride);
   SCOPED_TRACE(::testing::Message() << c);
@@ -95,7 +95,7 @@ void expect_same_bits_on_ranks(Case c) {
   const Data data(c);
   c.ranks = 1;
   GpuRun alone(c, data);
-  ASSERT_TRUE(kernels::sm90::accepts(alone.params(0))) << c;
+  ASSERT_TRUE(is_on_hopper(alone.params(0))) << c;
   const Result one = alone.run();
   expect_within_rounding(c, data, one, 7);
   alone.poison();
@@ -166,7 +166,7 @@ TEST(AttendSm90FixedOrder, BitsOfAnyStrides) {
       c.kv_gap = kv_gap;
       SCOPED_TRACE(::testing::Message() << c);
       GpuRun run(c, data);
-      ASSERT_TRUE(kernels::sm90::accepts(run.params(0)));
+      ASSERT_TRUE(is_on_hopper(run.params(0)));
       expect_same_bits(plain, run.run());
     }
   }
@@ -332,11 +332,11 @@ TEST(AttendSm90FixedOrder, AcceptsByTheLayer) {
   const Case c{.dim = 64, .q_lens = {20}, .kv_lens = {20}, .invariant = true};
   const Data data(c);
   const kernels::AttendParams good = Sm90Run(c, data).params();
-  EXPECT_TRUE(kernels::sm90::accepts(good));
+  EXPECT_TRUE(is_on_hopper(good));
   const auto accepts = [&](auto change) {
     kernels::AttendParams p = good;
     change(p);
-    return kernels::sm90::accepts(p);
+    return is_on_hopper(p);
   };
   EXPECT_FALSE(accepts([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_FALSE(accepts([](auto& p) { p.head_dim = p.value_dim = 40; }));

@@ -123,7 +123,7 @@ TEST(AttendSm90Pages, WhatItDoesNotTake) {
   const auto taken = [&](auto&& change) {
     kernels::AttendParams other = p;
     change(other);
-    return kernels::sm90::accepts(other);
+    return test::is_on_hopper(other);
   };
   using Params = kernels::AttendParams;
   EXPECT_TRUE(taken([](Params&) {}));

@@ -223,11 +223,11 @@ TEST(AttendSm90, AcceptsByName) {
   const Case c{.dim = 64, .q_lens = {20}, .kv_lens = {20}};
   const Data data(c);
   const kernels::AttendParams good = Sm90Run(c, data).params();
-  EXPECT_TRUE(kernels::sm90::accepts(good));
+  EXPECT_TRUE(is_on_hopper(good));
   const auto refuses = [&](auto change) {
     kernels::AttendParams p = good;
     change(p);
-    return !kernels::sm90::accepts(p);
+    return !is_on_hopper(p);
   };
   EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_TRUE(refuses([](auto& p) { p.head_dim = p.value_dim = 40; }));

@@ -321,7 +321,8 @@ void expect_as_if_all_were_there(const Case& c, const Shard& shard, int pieces, 
                  << name(shard.layout) << ", pieces " << pieces
                  << (others == Others::send_all ? " of keys and queries" : " of keys"));
     LateRows late(c, data, shard, pieces, others);
-    ASSERT_TRUE(kernels::sm90::takes_arrivals(late.params()));
+    const auto takes_arrivals = family_of_long(late.params()).takes_arrivals;
+    ASSERT_TRUE(takes_arrivals != nullptr && takes_arrivals(late.params()));
     const Result found = late.run();
     expect_within_rounding(c, data, found, stride);
     EXPECT_EQ(found.out, whole.out);

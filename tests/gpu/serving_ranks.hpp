@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
+#include "tests/gpu/long_queries.hpp"
 #include "tests/support/serving_run.hpp"
 
 namespace longspan::tests {
@@ -218,9 +218,9 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     p.slot = dealt.chain ? 0 : rank;
     p.resume = dealt.chain && (rank > 0 || dealt.empty_first);
     if (dealt.on_hopper) {
-      EXPECT_TRUE(kernels::sm90::accepts(p));
+      EXPECT_TRUE(test::is_on_hopper(p));
     }
-    if (on_hopper != nullptr) *on_hopper |= kernels::sm90::accepts(p);
+    if (on_hopper != nullptr) *on_hopper |= test::is_on_hopper(p);
     buffers.push_back(poisoned(Device::cuda, backend->attend_scratch(p)));
     p.scratch = static_cast<std::byte*>(buffers.back().data());
     p.scratch_bytes = buffers.back().bytes();

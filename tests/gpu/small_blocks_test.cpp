@@ -1,8 +1,8 @@
 // Attention on a GPU whose thread blocks may have 99 KB of shared memory, as 8.6, 8.9 and 12.0 give
 // them: any GPU, told so. Instances that need more have to be replaced by ones that fit
 // (kernels/cuda/dispatch/instances.hpp), with results that are as exact.
-#include "kernels/cuda/common/overlap.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/cuda/dispatch/families.hpp"
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 
@@ -12,18 +12,8 @@ namespace {
 namespace cuda = kernels::cuda;
 
 cuda::Gpu gpu_with(int block_bytes) {
-  cuda::Gpu gpu;
-  const auto ask = [](cudaDeviceAttr attribute) {
-    int value = 0;
-    EXPECT_EQ(cudaDeviceGetAttribute(&value, attribute, 0), cudaSuccess);
-    return value;
-  };
-  gpu.multiprocessors = ask(cudaDevAttrMultiProcessorCount);
-  gpu.shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  gpu.block_own_bytes = ask(cudaDevAttrReservedSharedMemoryPerBlock);
+  cuda::Gpu gpu = cuda::current_gpu();
   gpu.block_bytes = block_bytes;
-  gpu.sm90_code = cuda::is_code_of_sm90(
-      cuda::ptx_version_of(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel()));
   return gpu;
 }
 
@@ -36,7 +26,7 @@ void check_small(const Case& c, bool tf32 = false, cuda::Gpu gpu = gpu_with(99 *
   for (int rank = 0; rank < c.ranks; ++rank) {
     kernels::AttendParams p = run.params(rank);
     p.tf32 = tf32;
-    cuda::check_fits(p, gpu);
+    cuda::check(p, gpu);
     const OnGpu<std::byte> scratch(cuda::scratch_bytes(p, gpu));
     EXPECT_LE(scratch.buffer.bytes(), std::max<std::size_t>(cuda::scratch_bound(p, gpu), 1));
     p.scratch = scratch.data();
@@ -105,7 +95,7 @@ TEST(SmallBlocks, WhereNothingFitsTheGpuIsRefusedByName) {
   LONGSPAN_NEEDS_GPU();
   kernels::AttendParams p = Case{.dim = 256, .q_lens = {40}}.params();
   try {
-    cuda::check_fits(p, gpu_with(64 * 1024));
+    cuda::check(p, gpu_with(64 * 1024));
     ADD_FAILURE() << "nothing was refused";
   } catch (const Unsupported& error) {
     const std::string text = error.what();

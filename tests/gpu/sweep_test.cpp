@@ -8,8 +8,8 @@
 #include <cstdlib>
 #include <iostream>
 
-#include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "tests/gpu/gpu_judge.hpp"
+#include "tests/gpu/long_queries.hpp"
 #include "tests/support/serving.hpp"
 
 namespace longspan::test {
@@ -187,8 +187,8 @@ struct Shape {
 
   void run() {
     GpuRun run(c, *data);
-    hopper = kernels::sm90::accepts(run.params(0)) &&
-             *std::max_element(c.q_lens.begin(), c.q_lens.end()) > kShort;
+    hopper =
+        is_on_hopper(run.params(0)) && *std::max_element(c.q_lens.begin(), c.q_lens.end()) > kShort;
     chosen = run.run();
     {
       SCOPED_TRACE(::testing::Message() << "two runs of " << c);

@@ -66,6 +66,22 @@ class InfoTest(CommandTest):
         self.assertIn("state in", names)
         self.assertNotIn("listed queries", names)  # a backend's; no public call asks for it
 
+    def test_kernels(self):
+        """Every device has a last family that takes everything, and the lines are those of the JSON."""
+        listed = json.loads(longspan(0, "info", "--kernels", "--json").stdout)
+        lines = longspan(0, "info", "--kernels").stdout.splitlines()
+        self.assertRegex(lines[0], r"^device +kernel +queries .*takes$")
+        self.assertEqual(len(lines) - 1, len(listed))
+        for line, row in zip(lines[1:], listed):
+            self.assertTrue(line.startswith(row["device"]) and line.endswith(row["takes"]), line)
+            self.assertIn(f" {row['kernel']} ", line)
+            self.assertIn(row["rows end in"], ("states", "result of split keys", "result"))
+        for device, last in (("host", "vectors"), ("cuda", "fp32")):
+            named = [row for row in listed if row["device"] == device]
+            self.assertEqual([named[-1][key] for key in ("kernel", "queries", "heads")],
+                             [last, "any", "all"])
+        self.assertEqual([row["kernel"] for row in listed if row["new keys"]], ["decode"])
+
     def test_options(self):
         """The options of the command are those of `longspan run`, and no two things have one name."""
         listed = json.loads(longspan(0, "info", "--options", "--json").stdout)

@@ -627,7 +627,7 @@ TEST(NewKeys, AreInTheCacheAndSeen) {
   kernels::AttendParams p = old;
   p.new_k = {new_k.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
   p.new_v = {new_v.data(), std::int64_t{c.kv_heads} * c.dim, c.dim};
-  ASSERT_TRUE(kernels::cuda::writes_new_keys(p));
+  ASSERT_TRUE(kernels::cuda::writes_new_keys(p, kernels::cuda::current_gpu()));
   backend->attend(p, {});
   run.queue_merge();
   expect_exact(c, data, run.result());

@@ -75,7 +75,7 @@ FILES = {
     "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
     "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),
     "store_state.cuh": (PORTABLE[:1] + SINGLE[:1], "gpu_state_in_test", "*"),
-    "view.cuh": (DECODE[:1] + ["combine/splits.cu"] + MERGE, KERNELS, "Decode/*"),
+    "view.cuh": (DECODE[:1] + ["combine/splits.cpp", "dispatch/launch.cpp"] + MERGE, KERNELS, "Decode/*"),
 }
 
 

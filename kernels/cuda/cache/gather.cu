@@ -12,7 +12,7 @@
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/divisor.hpp"
 #include "kernels/cuda/common/launch.hpp"
-#include "kernels/cuda/hopper/attend_sm90.hpp"
+#include "kernels/cuda/dispatch/families.hpp"
 #include "kernels/faults.hpp"
 
 namespace longspan::kernels::cuda {
@@ -170,14 +170,14 @@ std::size_t table_bytes(const Geometry& p) {
 
 }  // namespace
 
-std::size_t gather_room(const AttendParams& bounds) {
+std::size_t gather_room(const AttendParams& bounds, const Gpu& gpu) {
   AttendParams contiguous = bounds;
   contiguous.pages = {};
   contiguous.k = contiguous.v = {};
   contiguous.q = {};
   contiguous.shard = Shard::contiguous(0, 0, 1);
   if (bounds.invariant || bounds.max_kv_len == 0 || !may_hold(bounds, Lengths::only_long) ||
-      !sm90::accepts(contiguous))
+      !is_of_hopper(serving(contiguous, kind_of(contiguous, Lengths::only_long, gpu)).id))
     return 0;
   const std::size_t keys =
       static_cast<std::size_t>((bounds.max_kv_len + kKeys - 1) / kKeys * kKeys);

@@ -22,7 +22,7 @@ struct GatheredParams {
 
 /// The bytes of GatheredParams::room for calls within these bounds; 0 where this way does not
 /// serve.
-std::size_t gather_room(const AttendParams& bounds);
+std::size_t gather_room(const AttendParams& bounds, const Gpu& gpu);
 
 /// Queues copy and attention. Where it returns false, nothing was done, and the caller takes the
 /// way over the pages themselves.

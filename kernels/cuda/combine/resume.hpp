@@ -9,11 +9,6 @@
 
 namespace longspan::kernels::cuda {
 
-/// The slots aside, one for each slot that the call writes, in the memory at `data`.
-inline StateSlots states_aside(const AttendParams& p, std::byte* data) {
-  return {data, p.tokens * p.heads, p.value_dim, p.parts ? p.parts.count : 1};
-}
-
 /// p.state = merge(p.state, aside) for the rows of the sequences that `lengths` serves; other rows
 /// are not touched. A state in p.state that gains nothing is not written.
 void fold_onto(const AttendParams& p, Lengths lengths, const StateSlots& aside,

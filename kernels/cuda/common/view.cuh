@@ -23,6 +23,9 @@ inline constexpr int kShortQuery = 16;
 /// The most splits of a sequence's keys.
 inline constexpr int kMostSplits = 256;
 
+/// The most sequences whose pieces come by their lengths (Plan::by_length).
+inline constexpr int kMostSorted = 128;
+
 /// The sequences of the batch that a launch serves; it skips the others. `short_but_one` are the
 /// short ones without sequences of one query (Batch::skip_decode).
 enum class Lengths : std::uint8_t { only_short, only_long, short_but_one };

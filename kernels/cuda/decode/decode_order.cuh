@@ -8,8 +8,6 @@
 
 namespace longspan::kernels::cuda {
 
-inline constexpr int kMostSorted = 128;  // sequences
-
 /// The sequences of a batch by their lengths, in the shared memory of a block.
 struct SequenceOrder {
   int size;  // 0: not sorted yet

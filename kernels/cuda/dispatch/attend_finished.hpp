@@ -17,7 +17,7 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
                      cudaStream_t stream);
 
 /// Whether attend_finished takes a call whose keys still come (p.arrivals).
-bool takes_arrivals(const AttendParams& p, const MergeParams& m);
+bool takes_arrivals(const AttendParams& p, const MergeParams& m, const Gpu& gpu);
 
 /// Queues attend and exchange where all sequences are short, their keys are split and one trip is
 /// what the size asks for: the fold of the splits then pushes the states. Returns false where that
@@ -27,7 +27,7 @@ bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu&
 
 /// Whether a call with these new_k and new_v writes them into the cache itself: decode does, over
 /// rows that lie together.
-bool writes_new_keys(const AttendParams& p);
+bool writes_new_keys(const AttendParams& p, const Gpu& gpu);
 
 /// Whether attend_exchanged is for calls like this one, on all ranks alike, though some may have
 /// too few keys for it. All sequences are short, and each of their rows has one state, of this

@@ -12,11 +12,10 @@
 #include "kernels/cuda/cache/digest.hpp"
 #include "kernels/cuda/cache/gather.hpp"
 #include "kernels/cuda/combine/merge.hpp"
-#include "kernels/cuda/common/overlap.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/cuda/dispatch/attend_finished.hpp"
+#include "kernels/cuda/dispatch/families.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
-#include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/features.hpp"
 #include "src/base/check.hpp"
 
@@ -64,16 +63,7 @@ class CudaBackend final : public Backend {
     if (major < 8)
       throw Unsupported("GPU of compute capability " + std::to_string(major) +
                         ".x: the CUDA kernels need 8.0 (Ampere) or later");
-    const auto ask = [&](int& value, cudaDeviceAttr attribute) {
-      LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
-    };
-    ask(gpu_.multiprocessors, cudaDevAttrMultiProcessorCount);
-    ask(gpu_.shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    ask(gpu_.block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    ask(gpu_.block_own_bytes, cudaDevAttrReservedSharedMemoryPerBlock);
-    // All kernels are built for the same architectures, so one of decode speaks for the others.
-    gpu_.sm90_code = cuda::is_code_of_sm90(
-        cuda::ptx_version_of(cuda::decode_bf16(128, 1, cuda::Loader::plain).kernel()));
+    gpu_ = cuda::current_gpu();
   }
 
   Device device() const override { return Device::cuda; }
@@ -81,13 +71,7 @@ class CudaBackend final : public Backend {
   void check(const AttendParams& p) const override {
     check_head_dims(p.head_dim, p.value_dim);
     check_features(p, Device::cuda);
-    cuda::check_fits(p, gpu_);
-    if (p.fp8_products && !sm90::runs_here())
-      throw Unsupported(
-          "fp8_products: this GPU, or this build, has no kernel for it; it needs compute "
-          "capability "
-          "9.0 and a build with LONGSPAN_CUDA_ARCHITECTURES=90a. Leave it off to have e4m3 "
-          "widened");
+    cuda::check(p, gpu_);
     if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
       throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
                         ": the CUDA kernels take fp32, fp16 and bf16");
@@ -112,7 +96,7 @@ class CudaBackend final : public Backend {
       throw InputError(
           "attend was given keys that still come (arrivals), or rows that end at several ranks "
           "(places), for a call whose kernel does not take them; ask takes_arrivals first");
-    if (p.new_k.data != nullptr && !cuda::writes_new_keys(p)) {
+    if (p.new_k.data != nullptr && !cuda::writes_new_keys(p, gpu_)) {
       append(append_of(p), stream);
       p.new_k = p.new_v = {};
     }
@@ -125,7 +109,7 @@ class CudaBackend final : public Backend {
     return false;
   }
   bool takes_arrivals(const AttendParams& p, const MergeParams& m) const override {
-    return cuda::takes_arrivals(p, m);
+    return cuda::takes_arrivals(p, m, gpu_);
   }
   void merge(const MergeParams& p, Stream stream) const override {
     cuda::merge(p, stream_of(stream));
@@ -198,7 +182,7 @@ class CudaBackend final : public Backend {
     attend_context_by_states(*this, p, stream);
   }
   std::size_t context_room(const AttendParams& bounds) const override {
-    return cuda::gather_room(whole(bounds));
+    return cuda::gather_room(whole(bounds), gpu_);
   }
   void cut_context(const ContextCutParams& p, Stream stream) const override {
     cuda::cut_context(p, stream_of(stream));

@@ -39,6 +39,11 @@ constexpr const char* name(Family family) {
   return names[static_cast<int>(family)];
 }
 
+constexpr bool is_of_hopper(Family family) {
+  return family == Family::hopper || family == Family::hopper_e4m3 ||
+         family == Family::hopper_in_order;
+}
+
 struct Instance {
   Family family;
   Loader loader;
@@ -129,12 +134,6 @@ constexpr int bytes_of(Family family, Loader loader, int dim, int rows) {
   return -1;
 }
 
-/// Whether the kernels that are made for one width of keys and values serve the head. These are
-/// decode and Hopper's.
-constexpr bool is_square(int head_dim, int value_dim) {
-  return head_dim == value_dim && head_dim <= 256;
-}
-
 /// Gives the instance with the least dim that is enough, and with enough rows; where none has
 /// enough, the one with the most rows.
 constexpr const Instance* instance_of(Family family, Loader loader, int head_dim, int value_dim,
@@ -150,19 +149,26 @@ constexpr const Instance* instance_of(Family family, Loader loader, int head_dim
 }
 
 /// Gives the instance on a GPU whose blocks may have `block_bytes` of shared memory, or null where
-/// none fits. Where they are too few for the first choice, another one serves. For decode it is the
-/// one with the fewest rows, which sequences of more rows go through in turns. For the others, and
-/// for heads that their families have no instance for, it is true fp32, which reads elements of any
-/// type and is always in the fixed order: exact, and slower.
+/// none fits. Where they are too few for the first choice of decode, the instance with the fewest
+/// rows serves, which sequences of more rows go through in turns; and what serves any rows serves
+/// plain ones of fp32. Other families have no second choice: the next one in the table serves
+/// (families.hpp).
 constexpr const Instance* fitting_instance(Family family, Loader loader, int head_dim,
                                            int value_dim, std::int64_t rows, int block_bytes) {
   const auto fits = [&](const Instance* i) { return i != nullptr && i->bytes <= block_bytes; };
-  const Instance* first = instance_of(family, loader, head_dim, value_dim, rows);
-  if (fits(first)) return first;
-  const Instance* other = family == Family::decode
-                              ? instance_of(family, loader, head_dim, value_dim, 1)
-                              : instance_of(Family::fp32, Loader::any16, head_dim, value_dim, rows);
-  return fits(other) ? other : nullptr;
+  const Instance* found = instance_of(family, loader, head_dim, value_dim, rows);
+  if (fits(found)) return found;
+  if (family == Family::decode) found = instance_of(family, loader, head_dim, value_dim, 1);
+  if (family == Family::fp32) found = instance_of(family, Loader::any16, head_dim, value_dim, rows);
+  return fits(found) ? found : nullptr;
+}
+
+/// The widest head for which the family has an instance.
+constexpr int widest(Family family) {
+  int most = 0;
+  for (const Instance& i : kInstances)
+    if (i.family == family && i.dim > most) most = i.dim;
+  return most;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -8,10 +8,8 @@
 #include <cmath>
 #include <string>
 
-#include "kernels/cuda/common/access.hpp"
-#include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/overlap.hpp"
-#include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/cuda/dispatch/instances.hpp"
 #include "longspan/error.hpp"
 #include "src/base/check.hpp"
 
@@ -128,24 +126,6 @@ void choose_e4m3(const AttendParams& params, const Finished& finished, int least
   return run.template operator()<kE4m3Dim256>();
 }
 
-/// Whether PageProducer can read the pages, in tiles that have it (Tile::kPages).
-bool is_in_chunks(const AttendParams& params) {
-  const auto chunks = [&](const KvRows& rows) {
-    return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
-  };
-  return params.head_dim > 80 && params.head_dim <= 192 && !params.fp8_products &&
-         params.kv_dtype == params.dtype && chunks(params.k) && chunks(params.v);
-}
-
-/// Whether the call has all that fp8_products needs.
-bool is_plain_e4m3(const AttendParams& params) {
-  const auto aligned = [](const auto& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
-  return params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
-         params.head_dim % 16 == 0 && params.score.softcap == 0.0f && !params.bias &&
-         !params.pages && !params.resume && params.k.dense() && params.v.dense() &&
-         aligned(params.q) && aligned(params.k) && aligned(params.v);
-}
-
 }  // namespace
 
 bool runs_here() {
@@ -165,49 +145,10 @@ bool runs_here() {
   return may_be && cuda::is_hoppers_code(kBuilt, major, minor, ptx_version());
 }
 
-bool accepts(const AttendParams& params) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 30;
-  if (params.invariant) return accepts_in_order(params);
-  AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
-  unbiased.bias.slopes = {};
-  if (params.pages) {
-    if (!is_in_chunks(params)) return false;
-    unbiased.pages = {};
-    unbiased.k = unbiased.v =
-        KvRows(nullptr, std::int64_t{params.kv_heads} * params.head_dim, params.head_dim);
-  }
-  // ALiBi counts on rows of a tile that stand one after the other, and on biases at equal steps.
-  const bool rows_follow = params.queries.ranks == 1 ||
-                           params.queries.layout == Layout::contiguous ||
-                           params.queries.layout == Layout::ranges;
-  const bool straight = rows_follow && params.bias.alibi != Alibi::sqrt;
-  return runs_here() && fits_query_map(params) && (straight || !params.bias.slopes) &&
-         params.dtype != DType::fp32 && params.head_dim >= 48 &&
-         cuda::is_square(params.head_dim, params.value_dim) &&
-         params.shard.layout != Layout::listed &&
-         (params.fp8_products ? is_plain_e4m3(params)
-                              : cuda::loader_of(unbiased) == cuda::Loader::plain) &&
-         !params.parts && params.score.scale > 0 && params.tokens < kMost &&
-         params.shard.length < kMost;
-}
-
-bool takes_arrivals(const AttendParams& params) {
-  AttendParams own = params;  // what holds for the keys of others has to hold for the own ones
-  own.k = params.arrivals->k;
-  own.v = params.arrivals->v;
-  return params.batch.size == 1 && params.batch.query_start == nullptr && !params.pages &&
-         !params.invariant && !params.resume && params.new_k.data == nullptr && accepts(params) &&
-         accepts(own);
-}
-
-std::size_t scratch_bytes(const AttendParams& params) {
-  return params.invariant ? scratch_bytes_in_order(params) : kScratchBytes;
-}
-
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
             CUstream_st* stream) {
   if (params.tokens == 0 || params.batch.size == 0) return;
-  const std::size_t needed = scratch_bytes(params);
+  const std::size_t needed = scratch_bytes(params, limits_of_gpu().multiprocessors);
   if (params.scratch_bytes < needed)
     throw InputError("attend needs " + std::to_string(needed) + " bytes of scratch and was given " +
                      std::to_string(params.scratch_bytes));

@@ -24,40 +24,62 @@ struct Finished {
 /// Whether this build and the current GPU have the kernel.
 bool runs_here();
 
-/// Whether this kernel takes the call on the current GPU: Hopper, 16-bit elements, dims from 48,
-/// queries that are one sequence behind the other or dense [batch, heads, tokens, dim], layouts
-/// whose positions ascend, a positive scale, ALiBi where a rank's query rows follow on each other,
-/// no qq_bias, no segments handed out, fewer than 2^30 rows and keys; pages for dims from 81 to
-/// 192, where the elements of a row lie together. With fp8_products: e4m3 in rows at multiples of
-/// 16 bytes, dims a multiple of 16, no softcap and no ALiBi. In the fixed order: as
-/// accepts_in_order says. Everything else is the portable kernel's.
-bool accepts(const AttendParams& params);
+// ---- what the kernels take, where they run (rules.cpp) ------------------------------------------
 
-/// Whether attend may be queued for one sequence while keys, or queries, of other ranks still come
-/// (AttendParams::arrivals), and its rows may end in several ranks' memory (Finished::places). The
-/// fixed order and pages have producers that do not wait, and the fixed order an epilogue of its
-/// own.
-bool takes_arrivals(const AttendParams& params);
+/// The least head_dim.
+inline constexpr int kLeastDim = 48;
 
-/// Bytes of AttendParams::scratch that attend needs, but for the fixed order.
+/// Whether the call is for products of 16 bits: queries that are one sequence behind the other or
+/// dense [batch, heads, tokens, dim], layouts whose positions ascend, a positive scale, ALiBi where
+/// a rank's query rows follow on each other, no qq_bias, no segments handed out, fewer than 2^30
+/// rows and keys; pages for dims from 81 to 192, where the elements of a row lie together.
+bool takes_16_bits(const AttendParams& params);
+
+/// Whether it is for products of e4m3 (fp8_products): the same with rows at multiples of 16 bytes,
+/// dims a multiple of 16, no softcap, no ALiBi and no pages.
+bool takes_e4m3(const AttendParams& params);
+
+/// Whether it is for the fixed order (invariant): 16-bit elements of one type, dims up to 128,
+/// layouts whose positions ascend, a positive scale, no softcap, no biases, no scales of stored
+/// elements, no segments handed out. Where rows lie, in pages or at any strides, does not count.
+bool takes_in_order(const AttendParams& params);
+
+/// Whether `attend` may be queued for one sequence while keys, or queries, of other ranks still
+/// come (AttendParams::arrivals), and its rows may end in several ranks' memory
+/// (Finished::places), of a call that one of the first two `takes`. Pages have a producer that does
+/// not wait. So does the fixed order, and an epilogue of its own.
+bool takes_arrivals(const AttendParams& params, bool (*takes)(const AttendParams&));
+
+/// Whether the queries' sequences follow each other, or lie as a dense [batch, heads, tokens, dim].
+inline bool fits_query_map(const AttendParams& params) {
+  const TokenRows& q = params.q;
+  return q.gap.rows == 0 ||
+         q.gap.elements + q.gap.rows * q.row_stride == params.heads * q.head_stride;
+}
+
+/// Bytes of AttendParams::scratch that attend needs, but for the fixed order; and for any call that
+/// the kernels take.
 inline constexpr std::size_t kScratchBytes = 16;
+std::size_t scratch_bytes(const AttendParams& params, int multiprocessors);
 
-/// Bytes of AttendParams::scratch that attend needs for these params.
-std::size_t scratch_bytes(const AttendParams& params);
+/// The fixed order's scratch is a counter and a stack of states for each block. The rest of the
+/// counter's bytes keeps the stack aligned.
+inline constexpr std::size_t kCounterBytes = 256;
+int depth_in_order(const AttendParams& params);
+/// Of a block's rows: each of two threads a row has elements of O by fours, and statistics.
+constexpr std::size_t state_bytes_in_order(int dim, int rows) {
+  return std::size_t{16} * (dim / 8 + 1) * 2 * rows;
+}
+
+// ---- the kernels
+// ---------------------------------------------------------------------------------
 
 /// Queues the kernel for the sequences of at least `least_rows` query rows; rows of the others are
 /// not touched. Writes the state, or, with finished.out, the finished result; with params.resume
 /// both begin from the states in params.slot.
 void attend(const AttendParams& params, const Finished& finished, int least_rows,
             CUstream_st* stream);
-
-// ---- the fixed order (params.invariant); accepts, scratch_bytes and attend call these -----------
-
-/// Whether it is this kernel's: 16-bit elements of one type, dims from 48 to 128, layouts whose
-/// positions ascend, a positive scale, no softcap, no biases, no scales of stored elements, no
-/// segments handed out. Where rows lie, in pages or at any strides, does not count.
-bool accepts_in_order(const AttendParams& params);
-std::size_t scratch_bytes_in_order(const AttendParams& params);
+/// The same in the fixed order, which `attend` calls.
 void attend_in_order(const AttendParams& params, const Finished& finished, int least_rows,
                      CUstream_st* stream);
 

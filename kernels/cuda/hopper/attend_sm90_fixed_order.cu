@@ -1,18 +1,13 @@
-// The host side of the Hopper kernel in the fixed order: which layers it serves, where their states
-// wait, and how the rows of a call are brought.
+// The host side of the Hopper kernel in the fixed order: how the rows of a call are brought.
 #include <algorithm>
 #include <cstddef>
 
-#include "kernels/cuda/combine/splits.hpp"
 #include "kernels/cuda/common/access.hpp"
-#include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/dispatch/instances.hpp"
 #include "kernels/cuda/hopper/attend_sm90_launch.cuh"
 
 namespace longspan::kernels::sm90 {
 namespace {
-
-constexpr std::size_t kCounterBytes = 256;  // ahead of the stack; the rest keeps it aligned
 
 /// Calls run<T>() for the call's instance.
 template <class Run>
@@ -25,8 +20,6 @@ auto with_instance(const AttendParams& params, const Run& run) {
   return params.dtype == DType::fp16 ? of.template operator()<__half>()
                                      : of.template operator()<__nv_bfloat16>();
 }
-
-int depth_of(const AttendParams& params) { return cuda::fold_depth(cuda::most_keys(params)); }
 
 /// How keys or values come. TMA wants rows at multiples of 16 bytes.
 Brings brings_of(const KvRows& rows, const AttendParams& params) {
@@ -45,9 +38,11 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
             cudaStream_t stream) {
   static_assert(sizeof(Shared<T>) == cuda::bytes_of(cuda::Family::hopper_in_order,
                                                     cuda::Loader::any16, T::kDim, T::kRows));
+  static_assert(T::kStateBytes == state_bytes_in_order(T::kDim, T::kRows));
   Call call{};
   call.sources = {brings_of(params.q, params), brings_of(params.k, params),
-                  brings_of(params.v, params), params.scratch + kCounterBytes, depth_of(params)};
+                  brings_of(params.v, params), params.scratch + kCounterBytes,
+                  depth_in_order(params)};
   if (call.sources.q == Brings::boxes) call.q = query_map_of(params);
   if (call.sources.k == Brings::boxes) call.k = key_map_of<T>(params, params.k);
   if (call.sources.v == Brings::boxes) call.v = key_map_of<T>(params, params.v);
@@ -56,27 +51,6 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
 }
 
 }  // namespace
-
-bool accepts_in_order(const AttendParams& params) {
-  // The other kernels make other bits, so what decides is the same on all ranks: options of the
-  // layer, and which arrays are given, but never where those lie, or how long a rank's keys are.
-  const bool scaled = params.q_scale || params.k_scale || params.v_scale;
-  return runs_here() && params.dtype != DType::fp32 && params.q_dtype == params.dtype &&
-         params.kv_dtype == params.dtype && params.head_dim >= 48 &&
-         params.head_dim <= kFixedDim128.dim && params.head_dim == params.value_dim &&
-         params.shard.layout != Layout::listed && params.score.softcap == 0.0f &&
-         params.score.scale > 0 && !params.bias && !scaled && !params.parts;
-}
-
-std::size_t scratch_bytes_in_order(const AttendParams& params) {
-  const std::size_t states = with_instance(params, [&]<class T>() {
-    // As many blocks as any call of so many tokens and sequences has.
-    const std::int64_t tiles = (params.tokens / T::kRows + params.batch.size) * params.heads;
-    const std::int64_t places = limits_of_gpu().multiprocessors;
-    return std::size_t{T::kStateBytes} * static_cast<std::size_t>(std::min(tiles, places));
-  });
-  return kCounterBytes + states * static_cast<std::size_t>(depth_of(params));
-}
 
 void attend_in_order(const AttendParams& params, const Finished& finished, int least_rows,
                      CUstream_st* stream) {

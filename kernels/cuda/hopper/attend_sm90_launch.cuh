@@ -25,13 +25,6 @@ inline CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::in
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-/// Whether the queries' sequences follow each other, or lie as a dense [batch, heads, tokens, dim].
-inline bool fits_query_map(const AttendParams& params) {
-  const TokenRows& q = params.q;
-  return q.gap.rows == 0 ||
-         q.gap.elements + q.gap.rows * q.row_stride == params.heads * q.head_stride;
-}
-
 /// That of the queries. Where sequences lie apart, the heads of one stand behind those of the
 /// other.
 inline CUtensorMap query_map_of(const AttendParams& params) {

@@ -9,15 +9,12 @@
 #include <cstdint>
 #include <string>
 
+#include "kernels/cuda/dispatch/families.hpp"
+
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kSmall = 99 * 1024, kAmpere = 163 * 1024, kHopper = 227 * 1024;
-
-constexpr bool is_of_hopper(Family family) {
-  return family == Family::hopper || family == Family::hopper_e4m3 ||
-         family == Family::hopper_in_order;
-}
 
 constexpr bool all_fit() {
   return std::all_of(std::begin(kInstances), std::end(kInstances), [](const Instance& i) {
@@ -27,7 +24,26 @@ constexpr bool all_fit() {
 static_assert(all_fit(), "an instance fits no GPU that it is for");
 static_assert(kEnoughBytes == kAmpere);
 
-/// What choose_kernel may ask for, and what it gets.
+/// Gives the instance that the table of families chooses where blocks have so many bytes, for rows
+/// that are the family's where its instances fit; null where none does.
+const Instance* serving_instance(Family family, Loader loader, int head_dim, int value_dim,
+                                 std::int64_t rows, int block_bytes) {
+  AttendParams p;
+  p.tf32 = family == Family::tf32;
+  p.dtype = p.tf32 || family == Family::fp32 ? DType::fp32 : DType::bf16;
+  p.tokens = family == Family::decode ? 1 : kShortQuery + 1;
+  p.heads = static_cast<int>(rows);
+  p.head_dim = head_dim;
+  p.value_dim = value_dim;
+  Gpu gpu;
+  gpu.block_bytes = block_bytes;
+  const Lengths lengths = family == Family::decode ? Lengths::only_short : Lengths::only_long;
+  const Kind kind{lengths, loader, gpu};
+  const CudaFamily* found = first_that_accepts(families(), p, kind);
+  return found != nullptr ? instance_for(found->id, p, kind) : nullptr;
+}
+
+/// What may be asked of the families, and what it gets.
 template <class Look>
 void for_all(const Look& look) {
   for (const Family family : {Family::decode, Family::portable, Family::fp32, Family::tf32})
@@ -46,7 +62,7 @@ void for_all(const Look& look) {
 TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
   for (const int block : {kSmall, kAmpere, kHopper})
     for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
-      const Instance* found = fitting_instance(family, loader, dim, dim, rows, block);
+      const Instance* found = serving_instance(family, loader, dim, dim, rows, block);
       ASSERT_NE(found, nullptr) << "in " << block;
       EXPECT_LE(found->bytes, block);
       EXPECT_GE(found->dim, dim);
@@ -60,12 +76,12 @@ TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
 TEST(Instances, AreTheFirstChoiceWhereTheyFit) {
   for (const int block : {kAmpere, kHopper})
     for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
-      EXPECT_EQ(fitting_instance(family, loader, dim, dim, rows, block),
+      EXPECT_EQ(serving_instance(family, loader, dim, dim, rows, block),
                 instance_of(family, loader, dim, dim, rows));
     });
   for_all([&](Family family, Loader loader, int dim, std::int64_t rows) {
     if (dim > 128) return;
-    EXPECT_EQ(fitting_instance(family, loader, dim, dim, rows, kSmall),
+    EXPECT_EQ(serving_instance(family, loader, dim, dim, rows, kSmall),
               instance_of(family, loader, dim, dim, rows));
   });
 }
@@ -76,27 +92,27 @@ TEST(Instances, LargeHeadDimsTakeAnotherInSmallBlocks) {
       SCOPED_TRACE(dim);
       const Instance* portable = instance_of(Family::portable, loader, dim, dim, 2048);
       EXPECT_GT(portable->bytes, kSmall);
-      const Instance* found = fitting_instance(Family::portable, loader, dim, dim, 2048, kSmall);
+      const Instance* found = serving_instance(Family::portable, loader, dim, dim, 2048, kSmall);
       EXPECT_EQ(found, instance_of(Family::fp32, Loader::any16, 256, 256, 2048));
-      const Instance* decode = fitting_instance(Family::decode, loader, dim, dim, 32, kSmall);
+      const Instance* decode = serving_instance(Family::decode, loader, dim, dim, 32, kSmall);
       EXPECT_EQ(decode->rows, loader == Loader::any8 ? 32 : 8);
     }
-  EXPECT_EQ(fitting_instance(Family::tf32, Loader::any16, 256, 256, 2048, kSmall)->family,
+  EXPECT_EQ(serving_instance(Family::tf32, Loader::any16, 256, 256, 2048, kSmall)->family,
             Family::fp32);
 }
 
 TEST(Instances, WhereNoneFitsThereIsNone) {
   constexpr int kTuring = 64 * 1024;
-  EXPECT_EQ(fitting_instance(Family::portable, Loader::plain, 256, 256, 2048, kTuring), nullptr);
-  EXPECT_EQ(fitting_instance(Family::decode, Loader::plain, 256, 256, 1, kTuring), nullptr);
-  EXPECT_NE(fitting_instance(Family::portable, Loader::plain, 128, 128, 2048, kTuring), nullptr);
+  EXPECT_EQ(serving_instance(Family::portable, Loader::plain, 256, 256, 2048, kTuring), nullptr);
+  EXPECT_EQ(serving_instance(Family::decode, Loader::plain, 256, 256, 1, kTuring), nullptr);
+  EXPECT_NE(serving_instance(Family::portable, Loader::plain, 128, 128, 2048, kTuring), nullptr);
   EXPECT_EQ(instance_of(Family::portable, Loader::plain, 264, 264, 2048), nullptr);
   // The wider of the two counts; heads wider than 256 have one instance, which fits everywhere.
   EXPECT_EQ(instance_of(Family::portable, Loader::plain, 192, 128, 2048)->dim, 192);
   EXPECT_EQ(instance_of(Family::portable, Loader::plain, 40, 72, 2048)->dim, 96);
-  EXPECT_EQ(fitting_instance(Family::portable, Loader::any8, 576, 512, 2048, kSmall),
+  EXPECT_EQ(serving_instance(Family::portable, Loader::any8, 576, 512, 2048, kSmall),
             instance_of(Family::fp32, Loader::any16, 576, 512, 1));
-  EXPECT_EQ(fitting_instance(Family::fp32, Loader::plain, 8, 264, 2048, kSmall)->value_dim, 512);
+  EXPECT_EQ(serving_instance(Family::fp32, Loader::plain, 8, 264, 2048, kSmall)->value_dim, 512);
   EXPECT_EQ(instance_of(Family::fp32, Loader::any16, 584, 512, 1), nullptr);
 }
 

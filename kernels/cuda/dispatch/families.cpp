@@ -1,0 +1,196 @@
+#include "kernels/cuda/dispatch/families.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/cuda/common/access.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan::kernels::cuda {
+namespace {
+
+constexpr Loader kLoaders[] = {Loader::plain, Loader::any16, Loader::any8};
+
+using Takes = bool(const AttendParams&);
+
+/// A family of Hopper, for long queries that `kTakes` takes.
+template <Takes* kTakes>
+constexpr CudaFamily hopper(Family id, const char* heads, const char* takes) {
+  return {
+      .id = id,
+      .words = {name(id), "long", heads, takes},
+      .ends = Ends::itself,
+      .accepts =
+          [](const AttendParams& p, const Kind& kind) {
+            return kind.lengths == Lengths::only_long && kind.gpu.hopper_code && kTakes(p);
+          },
+      .needs = [](const AttendParams& p,
+                  const Kind& kind) { return sm90::scratch_bytes(p, kind.gpu.multiprocessors); },
+      .scratch =
+          [](const AttendParams& limits, const Kind& kind) {
+            AttendParams longest = limits;
+            longest.shard.length = most_keys_within(limits);
+            return Room{sm90::scratch_bytes(longest, kind.gpu.multiprocessors)};
+          },
+      .attend = attend_hopper,
+      .finishes =
+          [](const AttendParams& p, const MergeParams& m) {
+            const bool can = ends_plainly(p, m) && !(p.invariant && p.resume);
+            return can ? Ends::itself : Ends::in_states;
+          }};
+}
+
+/// The same where keys may still come.
+template <Takes* kTakes>
+constexpr CudaFamily hopper_by_arrivals(Family id, const char* heads, const char* takes) {
+  CudaFamily family = hopper<kTakes>(id, heads, takes);
+  family.takes_arrivals = [](const AttendParams& p) { return sm90::takes_arrivals(p, kTakes); };
+  return family;
+}
+
+/// A family whose launches share a plan, for what `kTakes` takes and an instance fits.
+template <Family kId, bool (*kTakes)(const AttendParams&, Lengths)>
+constexpr CudaFamily planned(const char* queries, const char* heads, const char* takes) {
+  return {.id = kId,
+          .words = {name(kId), queries, heads, takes},
+          .ends = Ends::by_fold,
+          .accepts =
+              [](const AttendParams& p, const Kind& kind) {
+                return kTakes(p, kind.lengths) && instance_for(kId, p, kind) != nullptr;
+              },
+          .needs =
+              [](const AttendParams& p, const Kind& kind) {
+                const Launch launch = make_launch(kId, p, kind);
+                return bytes_aside(p, launch) + launch.bytes;
+              },
+          .scratch = [](const AttendParams& limits,
+                        const Kind& kind) { return room_of(kId, limits, kind); },
+          .attend = [](const AttendParams& p, const Kind& kind, const MergeParams* result,
+                       Stream stream) { return attend_planned(kId, p, kind, result, stream); },
+          .finishes =
+              [](const AttendParams& p, const MergeParams& m) {
+                const bool compares = m.headers.said != nullptr;  // as a merge does, and no fold
+                return p.resume || p.parts || compares ? Ends::in_states : Ends::by_fold;
+              }};
+}
+
+bool takes_decode(const AttendParams& p, Lengths lengths) {
+  return lengths != Lengths::only_long && p.dtype != DType::fp32 && p.head_dim == p.value_dim;
+}
+bool takes_16_bits(const AttendParams& p, Lengths) { return p.dtype != DType::fp32; }
+bool takes_tf32(const AttendParams& p, Lengths) { return p.dtype == DType::fp32 && p.tf32; }
+bool takes_all(const AttendParams&, Lengths) { return true; }
+
+constexpr CudaFamily decode() {
+  CudaFamily family = planned<Family::decode, takes_decode>(
+      "short", "equal, 8 to 256", "products of 16 bits; keys and values of that type or fp8");
+  // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
+  family.writes_new_keys = [](const AttendParams& p) {
+    return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
+           !p.documents && p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
+           is_aligned<8>(p.new_v, p.dtype);
+  };
+  return family;
+}
+
+constexpr CudaFamily hopper_e4m3() {
+  CudaFamily family = hopper_by_arrivals<sm90::takes_e4m3>(
+      Family::hopper_e4m3, "equal, 48 to 256",
+      "fp8_products: e4m3 queries, keys and values; no pages, softcap, ALiBi or qq_bias");
+  family.check = [](const AttendParams& p, const Kind& kind) {
+    if (p.fp8_products && !kind.gpu.hopper_code)
+      throw Unsupported(
+          "fp8_products: this GPU, or this build, has no kernel for it; it needs compute "
+          "capability "
+          "9.0 and a build with LONGSPAN_CUDA_ARCHITECTURES=90a. Leave it off to have e4m3 "
+          "widened");
+  };
+  return family;
+}
+
+constexpr CudaFamily kFamilies[] = {
+    hopper<sm90::takes_in_order>(
+        Family::hopper_in_order, "equal, 48 to 128",
+        "invariant: 16 bits of one type, in pages and at any strides; no softcap, biases or "
+        "scales"),
+    hopper_e4m3(),
+    hopper_by_arrivals<sm90::takes_16_bits>(
+        Family::hopper, "equal, 48 to 256",
+        "16 bits of one type, a positive scale, pages for heads of 81 to 192; no qq_bias, ALiBi "
+        "sqrt or scales of tensors"),
+    decode(),
+    planned<Family::portable, takes_16_bits>(
+        "any", "up to 256", "products of 16 bits; keys and values of that type or fp8"),
+    planned<Family::tf32, takes_tf32>("any", "up to 256", "fp32 with tf32, in products of tf32"),
+    planned<Family::fp32, takes_all>("any", "all", "elements of any type, in products of fp32"),
+};
+
+[[noreturn]] void refuse(const AttendParams& p, const Gpu& gpu) {
+  throw Unsupported("head_dim " + std::to_string(p.head_dim) + " and value_dim " +
+                    std::to_string(p.value_dim) + " in " + name(p.dtype) +
+                    ": a thread block of this GPU may have " + std::to_string(gpu.block_bytes) +
+                    " bytes of shared memory, and no kernel for these needs so few: use smaller "
+                    "ones, another GPU, or device host");
+}
+
+}  // namespace
+
+std::span<const CudaFamily> families() { return kFamilies; }
+
+const CudaFamily& serving(const AttendParams& p, const Kind& kind) {
+  const CudaFamily* family = first_that_accepts(families(), p, kind);
+  if (family == nullptr) refuse(p, kind.gpu);
+  return *family;
+}
+
+void check(const AttendParams& p, const Gpu& gpu) {
+  for (const CudaFamily& family : families())
+    if (family.check != nullptr) family.check(p, kind_of(p, Lengths::only_long, gpu));
+  if (gpu.block_bytes >= kEnoughBytes || p.batch.size == 0) return;
+  for (const Loader loader : kLoaders)
+    for (const Lengths lengths : {Lengths::only_short, Lengths::only_long})
+      serving(p, {lengths, loader, gpu});
+}
+
+std::size_t scratch_bytes(const AttendParams& p, const Gpu& gpu) {
+  std::size_t bytes = 0;
+  for (const Lengths lengths : kinds(p)) {
+    if (!may_hold(p, lengths)) continue;
+    const Kind kind = kind_of(p, lengths, gpu);
+    bytes = std::max(bytes, serving(p, kind).needs(p, kind));
+  }
+  return bytes;
+}
+
+std::size_t scratch_bound(const AttendParams& limits, const Gpu& gpu) {
+  Room most;
+  const auto add = [&](const Kind& kind) {
+    for (const CudaFamily& family : families()) {
+      if (!family.accepts(limits, kind)) continue;
+      const Room room = family.scratch(limits, kind);
+      most.bytes = std::max(most.bytes, room.bytes);
+      most.split_tokens = std::max(most.split_tokens, room.split_tokens);
+      // What Hopper's families take depends on where rows lie, and on how many there are: others
+      // serve some calls within the limits.
+      if (!is_of_hopper(family.id)) return;
+    }
+    refuse(limits, gpu);
+  };
+  for (const Loader loader : kLoaders) {  // as requests differ
+    add({Lengths::only_short, loader, gpu});
+    if (limits.tokens > kShortQuery) add({Lengths::only_long, loader, gpu});
+  }
+  if (!limits.resume) return most.bytes;
+  // The tokens whose states may go aside are those of sequences that are short or split. Among
+  // several sequences they may stand anywhere; a single one is short as a whole, or split as a
+  // whole.
+  const std::int64_t least = limits.batch.size > 1 ? limits.tokens : kShortQuery;
+  return most.bytes + room_aside(limits, std::max(least, most.split_tokens));
+}
+
+bool ends_plainly(const AttendParams& p, const MergeParams& m) {
+  return m.dtype == p.dtype && m.out_scale.data == nullptr && is_aligned<8>(m.out, m.dtype);
+}
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,104 @@
+// Which calls the Hopper kernels take. All of it is asked on the host, of any GPU.
+#include <algorithm>
+
+#include "kernels/cuda/combine/splits.hpp"
+#include "kernels/cuda/common/access.hpp"
+#include "kernels/cuda/dispatch/launch.hpp"
+#include "kernels/cuda/hopper/attend_sm90.hpp"
+
+namespace longspan::kernels::sm90 {
+namespace {
+
+/// Whether there is an instance for the heads, of 16-bit products, whose keys and values have one
+/// width.
+bool has_instance(const AttendParams& params, cuda::Family family) {
+  return params.dtype != DType::fp32 && params.head_dim >= kLeastDim &&
+         params.head_dim == params.value_dim && params.head_dim <= cuda::widest(family);
+}
+
+/// What the kernels need that fold a row's keys in one pass, whatever their products.
+bool is_one_pass(const AttendParams& params) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 30;
+  return !params.invariant && fits_query_map(params) && params.shard.layout != Layout::listed &&
+         !params.parts && params.score.scale > 0 && params.tokens < kMost &&
+         params.shard.length < kMost;
+}
+
+/// Whether PageProducer can read the pages, in tiles that have it (Tile::kPages).
+bool is_in_chunks(const AttendParams& params) {
+  const auto chunks = [&](const KvRows& rows) {
+    return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
+  };
+  return params.head_dim > 80 && params.head_dim <= 192 && params.kv_dtype == params.dtype &&
+         chunks(params.k) && chunks(params.v);
+}
+
+/// Whether queries, keys and values are as the 16-bit tiles read them.
+bool are_rows_plain(const AttendParams& params) {
+  AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
+  unbiased.bias.slopes = {};
+  if (params.pages) {
+    if (!is_in_chunks(params)) return false;
+    unbiased.pages = {};
+    unbiased.k = unbiased.v =
+        KvRows(nullptr, std::int64_t{params.kv_heads} * params.head_dim, params.head_dim);
+  }
+  return cuda::loader_of(unbiased) == cuda::Loader::plain;
+}
+
+/// ALiBi counts on rows of a tile that stand one after the other, and on biases at equal steps.
+bool are_biases_straight(const AttendParams& params) {
+  const bool rows_follow = params.queries.ranks == 1 ||
+                           params.queries.layout == Layout::contiguous ||
+                           params.queries.layout == Layout::ranges;
+  return !params.bias.slopes || (rows_follow && params.bias.alibi != Alibi::sqrt);
+}
+
+}  // namespace
+
+bool takes_16_bits(const AttendParams& params) {
+  return !params.fp8_products && has_instance(params, cuda::Family::hopper) &&
+         is_one_pass(params) && are_biases_straight(params) && are_rows_plain(params);
+}
+
+bool takes_e4m3(const AttendParams& params) {
+  const auto aligned = [](const auto& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
+  return params.fp8_products && has_instance(params, cuda::Family::hopper_e4m3) &&
+         is_one_pass(params) && params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
+         params.head_dim % 16 == 0 && params.score.softcap == 0.0f && !params.bias &&
+         !params.pages && !params.resume && params.k.dense() && params.v.dense() &&
+         aligned(params.q) && aligned(params.k) && aligned(params.v);
+}
+
+bool takes_in_order(const AttendParams& params) {
+  // The other kernels make other bits, so what decides is the same on all ranks: options of the
+  // layer, and which arrays are given, but never where those lie, or how long a rank's keys are.
+  const bool scaled = params.q_scale || params.k_scale || params.v_scale;
+  return params.invariant && has_instance(params, cuda::Family::hopper_in_order) &&
+         params.q_dtype == params.dtype && params.kv_dtype == params.dtype &&
+         params.shard.layout != Layout::listed && params.score.softcap == 0.0f &&
+         params.score.scale > 0 && !params.bias && !scaled && !params.parts;
+}
+
+bool takes_arrivals(const AttendParams& params, bool (*takes)(const AttendParams&)) {
+  AttendParams own = params;  // what holds for the keys of others has to hold for the own ones
+  own.k = params.arrivals->k;
+  own.v = params.arrivals->v;
+  return params.batch.size == 1 && params.batch.query_start == nullptr && !params.pages &&
+         !params.resume && params.new_k.data == nullptr && takes(own);
+}
+
+int depth_in_order(const AttendParams& params) { return cuda::fold_depth(cuda::most_keys(params)); }
+
+std::size_t scratch_bytes(const AttendParams& params, int multiprocessors) {
+  if (!params.invariant) return kScratchBytes;
+  const cuda::Instance& instance = *cuda::instance_of(
+      cuda::Family::hopper_in_order, cuda::Loader::any16, params.head_dim, params.value_dim, 1);
+  // As many blocks as any call of so many tokens and sequences has.
+  const std::int64_t tiles = (params.tokens / instance.rows + params.batch.size) * params.heads;
+  const auto blocks = static_cast<std::size_t>(std::min<std::int64_t>(tiles, multiprocessors));
+  const std::size_t state = state_bytes_in_order(instance.dim, instance.rows);
+  return kCounterBytes + state * blocks * static_cast<std::size_t>(depth_in_order(params));
+}
+
+}  // namespace longspan::kernels::sm90

@@ -27,15 +27,19 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimensi
   const CUtensorMapDataType type = dtype == DType::fp16   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  CUtensorMap map;
+  // The driver wants 64 bytes of alignment. GCC 12 does not give them to every slot in which a
+  // caller awaits a result, and so the map is made in a variable that is never such a slot.
+  struct {
+    CUtensorMap map;
+  } made;
   const CUresult result =
-      encode(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents, strides,
-             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&made.map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents,
+             strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              box[0] * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw BackendError("CUDA: cuTensorMapEncodeTiled returned " + std::to_string(result));
-  return map;
+  return made.map;
 }
 
 }  // namespace longspan::kernels::cuda

@@ -34,6 +34,11 @@ struct AskedRun {
   RunName name;
 
   explicit operator bool() const { return place != 0 || bool{name}; }
+  /// Whether ranks that ask for both take this one. One without a place is known to fewer ranks.
+  bool is_before(const AskedRun& other) const {
+    if (place == 0) return bool{name} && !other;
+    return other.place == 0 || place < other.place;
+  }
   bool operator==(const AskedRun& other) const {
     return place == other.place && (place != 0 || name == other.name);
   }

@@ -87,7 +87,8 @@ class MailControl final : public Control {
 
   [[noreturn]] void timed_out(const char* step, milliseconds waited) override {
     if (failure_domain()) failure_domain()->timed_out(step, waited);
-    call_roll(step, waited, asked(run()));
+    const AskedRun others_ask = earliest_asked({});  // of which this rank may not have begun
+    call_roll(step, waited, others_ask ? others_ask : asked(run()));
     fail(diagnosis(step).verdict(echo_came_ ? std::nullopt : mail_->relay()));
   }
 
@@ -212,22 +213,30 @@ class MailControl final : public Control {
   }
 
   /// Tells the others where this rank waits and what it was given for `run`, and takes in what they
-  /// tell, until every rank has answered or the time for it is over. A rank that stopped at the
-  /// first difference might name another pair than its peers do: only ranks that know the same
-  /// name the same.
+  /// tell, until every rank has answered for the same run or the time for it is over. Of the runs
+  /// that ranks ask for, all take the earliest: in layers that they run in different orders each
+  /// may have found another. A rank that stopped at the first difference might name another pair
+  /// than its peers do: only ranks that know the same name the same.
   void call_roll(const char* step, milliseconds waited, AskedRun run) {
-    for (const Peer& peer : peers_)
-      if (peer.waits && peer.waits->run) run = peer.waits->run;  // it is asked for already
-    post_wait_notice(step, waited, run);
+    post_wait_notice(step, waited, earliest_asked(run));
     echo_came_ = false;
     if (mail_->relay()) mail_->post(rank(), encode(Echo{}));
     Patience patient(grace());
-    while (!patient.over() && count_silent() > 0) {
+    while (!patient.over() && count_missing() > 0) {
       receive_all();
       answer_relatives(step, waited);
       outcome().check();
+      const AskedRun own = peers_[rank()].waits->run;
+      if (const AskedRun first = earliest_asked(own); first != own)
+        post_wait_notice(step, waited, first);
       patient.pause();
     }
+  }
+
+  AskedRun earliest_asked(AskedRun run) const {
+    for (const Peer& peer : peers_)
+      if (peer.waits && peer.waits->run.is_before(run)) run = peer.waits->run;
+    return run;
   }
 
   void post_wait_notice(const char* step, milliseconds waited, const AskedRun& run) {
@@ -262,9 +271,12 @@ class MailControl final : public Control {
       if (relative != this) relative->answer(step, waited);
   }
 
-  int count_silent() const {
-    return static_cast<int>(std::count_if(
-        peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.waits && !peer.gone; }));
+  /// The ranks whose answer for the run of this rank's own notice is still to come.
+  int count_missing() const {
+    const AskedRun& own = peers_[rank()].waits->run;
+    return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+      return !peer.gone && (!peer.waits || own.is_before(peer.waits->run));
+    }));
   }
 
   std::string open(int p, const std::string& step) {

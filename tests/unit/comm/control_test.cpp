@@ -98,10 +98,11 @@ TEST(Messages, OfThisVersionAreUnderstood) {
 
 /// The notice of rank `from` in a roll call: it waits at "states", in a run of layer 1 with so many
 /// tokens.
-Message roll(int from, int run, int tokens) {
-  return {from, Message::text,
-          "w" + pack(std::string("0"), std::string("states"), std::string("0"), std::string("1"),
-                     std::to_string(run), pack(std::string("tokens"), std::to_string(tokens)))};
+Message roll(int from, int run, int tokens, int place = 0) {
+  return {
+      from, Message::text,
+      "w" + pack(std::string("0"), std::string("states"), std::to_string(place), std::string("1"),
+                 std::to_string(run), pack(std::string("tokens"), std::to_string(tokens)))};
 }
 
 const Failure kOtherwise{ErrorKind::rank_failure, 1, "states", "Rank 1 sent less."};
@@ -127,6 +128,18 @@ TEST(RollCall, WaitsForEveryRankBeforeItNamesOne) {
     ADD_FAILURE() << "went on";
   } catch (const UsageError& error) {
     EXPECT_THAT(error.what(), HasSubstr("rank 1 has 4, rank 3 has 3."));
+  }
+}
+
+/// Two layers that ranks run in different orders: each rank finds its own run of the first one.
+TEST(RollCall, ComparesTheEarliestRunThatRanksAskFor) {
+  const auto control =
+      control_with({roll(1, 5, 9, 4), roll(2, 5, 3, 3), Message{.from = 0}, roll(1, 5, 4, 3)}, 60s);
+  try {
+    control->disagree({1, 5}, kOtherwise);
+    ADD_FAILURE() << "went on";
+  } catch (const UsageError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("rank 1 has 4, rank 2 has 3."));
   }
 }
 

@@ -1,9 +1,12 @@
 """Where tensors of PyTorch lie in the tests: LONGSPAN_TEST_DEVICE, "cpu" or "cuda". On GPUs every rank has its own,
-the ranks are those of NCCL, and a test of more ranks than there are GPUs is skipped."""
+the ranks are those of NCCL, and a test of more ranks than there are GPUs is skipped. Else no process of the tests sees a
+GPU: longspan would compute there, and the tensors are elsewhere."""
 
 import os
 
 DEVICE = os.environ.get("LONGSPAN_TEST_DEVICE", "cpu")
+if DEVICE == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 BACKEND = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
 
 

@@ -90,7 +90,7 @@ struct TileSpace {
   static std::size_t fixed_bytes(const Geometry& p) { return std::size_t{4} * segment_floats(p); }
   static std::size_t row_bytes(const Geometry& p, int levels) {
     return std::size_t{4} * (p.head_dim + kSegment) +
-           levels * (4 * padded(p.value_dim) + sizeof(Stats));
+           levels * (std::size_t{4} * padded(p.value_dim) + sizeof(Stats));
   }
   static std::size_t bytes(const Geometry& p, int rows, int levels) {
     return fixed_bytes(p) + rows * row_bytes(p, levels);

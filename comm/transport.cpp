@@ -31,7 +31,7 @@ Collective Transport::shift_of(const void* send, std::size_t sent, void* recv, s
           .place = distance};
 }
 
-PutRanks Transport::begin_puts(const std::byte*, const char* step) { refuse_puts(step); }
+PutRanks Transport::begin_puts(const std::byte*, Stream, const char* step) { refuse_puts(step); }
 void Transport::end_puts(const std::byte*, std::size_t, Stream, const char* step) {
   refuse_puts(step);
 }

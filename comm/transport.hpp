@@ -311,10 +311,11 @@ class Transport : public std::enable_shared_from_this<Transport> {
 
   /// An exchange through receive buffers, into which kernels of each rank put what belongs to the
   /// others, no two to one place (MPI's post and start, complete and wait). It gives the counters
-  /// by which they meet, in memory of the device.
-  [[nodiscard]] virtual PutRanks begin_puts(const std::byte* buffer, const char* step);
-  /// Behind the kernels: they are watched until they end, as they wait for those of other ranks.
-  /// `received` bytes come here.
+  /// by which they meet, in memory of the device. The kernels are watched from here until they end,
+  /// as they wait for those of other ranks; a launch may block behind one that waits.
+  [[nodiscard]] virtual PutRanks begin_puts(const std::byte* buffer, Stream stream,
+                                            const char* step);
+  /// All kernels are queued. `received` bytes come here.
   virtual void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                         const char* step);
 

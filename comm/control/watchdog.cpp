@@ -13,12 +13,14 @@ namespace longspan::comm {
 using Clock = std::chrono::steady_clock;
 
 struct Watchdog::State {
-  explicit State(Duties all) : duties(std::move(all)), steps(duties.slots) {}
+  explicit State(Duties all)
+      : duties(std::move(all)), steps(duties.slots), open(steps.size(), false) {}
 
   Duties duties;
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::string> steps;  // a ring: pieces first, first + 1 ... first + count - 1
+  std::vector<bool> open;          // by slot
   int first = 0;
   int count = 0;
   Clock::time_point since{};  // when the oldest piece became the oldest
@@ -48,10 +50,16 @@ std::optional<int> Watchdog::free_slot() const {
   return (state_->first + state_->count) % state_->duties.slots;
 }
 
-void Watchdog::watch(int slot, const char* step) {
+void Watchdog::watch(int slot, const char* step, bool open) {
   const std::lock_guard lock(state_->mutex);
   state_->steps[slot].assign(step);
+  state_->open[slot] = open;
   if (state_->count++ == 0) state_->since = Clock::now();
+}
+
+void Watchdog::close(int slot) {
+  const std::lock_guard lock(state_->mutex);
+  state_->open[slot] = false;
 }
 
 std::optional<std::string> Watchdog::expired() const {
@@ -76,7 +84,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
     // A thread that queues work does not wake this one: that would cost more than looking now and
     // then.
     s.changed.wait_for(lock, period, [&] { return s.stop || (s.abort && !aborted); });
-    while (!aborted && s.count > 0 && s.duties.done(s.first)) {
+    while (!aborted && s.count > 0 && !s.open[s.first] && s.duties.done(s.first)) {
       s.first = (s.first + 1) % s.duties.slots;
       --s.count;
       s.since = Clock::now();

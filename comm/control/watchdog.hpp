@@ -31,8 +31,10 @@ class Watchdog {
   /// keeps watch over the same queue.
   std::optional<int> free_slot() const;
   /// Watches work that was queued at `step`, and whose end done(slot) tells; `slot` is what
-  /// free_slot gave.
-  void watch(int slot, const char* step);
+  /// free_slot gave. Work that is still being queued (`open`) is not done before close(slot): a
+  /// call that queues it may block.
+  void watch(int slot, const char* step, bool open = false);
+  void close(int slot);
 
   /// The step whose work did not finish, if the deadline has passed for any.
   std::optional<std::string> expired() const;

@@ -197,12 +197,30 @@ void Link::call(Control& control, const char* step, const Call& work) {
   settle(control, step);
 }
 
-void Link::watch(cudaStream_t stream, const char* step) {
+std::optional<int> Link::slot_for(cudaStream_t stream) const {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   // It fails for the default stream while another stream is captured.
-  if (!LONGSPAN_CUDA_WORKED(cudaStreamIsCapturing(stream, &capture))) return;
-  if (capture != cudaStreamCaptureStatusNone) return;
-  const auto slot = watchdog_->free_slot();
+  if (!LONGSPAN_CUDA_WORKED(cudaStreamIsCapturing(stream, &capture))) return std::nullopt;
+  if (capture != cudaStreamCaptureStatusNone) return std::nullopt;
+  return watchdog_->free_slot();
+}
+
+void Link::open_watch(cudaStream_t stream, const char* step) {
+  if (open_slot_) return;  // of a call that threw, or of the same work
+  open_slot_ = slot_for(stream);
+  if (open_slot_) watchdog_->watch(*open_slot_, step, true);
+}
+
+void Link::close_watch(Control& control, cudaStream_t stream, const char* step) {
+  if (const auto slot = std::exchange(open_slot_, std::nullopt)) {
+    LONGSPAN_CUDA(cudaEventRecord(handle_->ends[*slot], stream));
+    watchdog_->close(*slot);
+  }
+  settle(control, step);
+}
+
+void Link::watch(cudaStream_t stream, const char* step) {
+  const auto slot = slot_for(stream);
   if (!slot) return;
   LONGSPAN_CUDA(cudaEventRecord(handle_->ends[*slot], stream));
   watchdog_->watch(*slot, step);

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,12 @@ class Link {
   /// is being captured: then the work runs when the graph does, and whoever waits for that watches
   /// it.
   void queue(Control& control, cudaStream_t stream, const char* step, const Call& call);
+
+  /// Begins to watch work that the caller is about to queue and that waits for other ranks: a call
+  /// that queues it may block until that work ends, as the first launch of a kernel does.
+  void open_watch(cudaStream_t stream, const char* step);
+  /// The work is queued: the watch ends with it. Throws what the watchdog or NCCL found.
+  void close_watch(Control& control, cudaStream_t stream, const char* step);
 
   /// Splits off a part of the communicator, not blocking; null where color < 0. It is collective,
   /// and nothing may be queued on the communicator that other ranks have not come to.
@@ -56,10 +63,13 @@ class Link {
   void call(Control& control, const char* step, const Call& call);
   /// Throws what the watchdog or NCCL found.
   void check(Control& control, const char* step, milliseconds waited);
+  /// A slot for a piece of work; none where there is nothing to watch.
+  std::optional<int> slot_for(cudaStream_t stream) const;
   void watch(cudaStream_t stream, const char* step);
 
   std::shared_ptr<Handle> handle_;  // shared with the watchdog's thread
   std::unique_ptr<Watchdog> watchdog_;
+  std::optional<int> open_slot_;
   bool aborted_ = false;
 };
 

@@ -86,7 +86,8 @@ void free_memory(void* memory) noexcept {
 void PeerBufferSet::abort() noexcept {
   const std::lock_guard lock(mutex_);
   failed_ = true;
-  for (PeerBuffers* peer_buffers : open_) peer_buffers->abort();
+  for (PeerBuffers* peer_buffers : open_) peer_buffers->set_abort_word();
+  for (PeerBuffers* peer_buffers : open_) peer_buffers->abort();  // which may wait for the driver
 }
 
 bool PeerBufferSet::failed() const {
@@ -244,9 +245,13 @@ PeerReport PeerBuffers::report() const {
   return PeerReport::of(std::atomic_ref(*report_).load(std::memory_order_acquire));
 }
 
-void PeerBuffers::abort() noexcept {
+void PeerBuffers::set_abort_word() noexcept {
   aborted_ = true;
   if (abort_ != nullptr) std::atomic_ref(*abort_).store(1, std::memory_order_release);
+}
+
+void PeerBuffers::abort() noexcept {
+  set_abort_word();
   if (on_abort_) on_abort_();
 }
 

@@ -107,7 +107,10 @@ class PeerBuffers {
   }
 
  private:
+  friend class PeerBufferSet;
+
   explicit PeerBuffers(std::shared_ptr<PeerBufferSet> set);
+  void set_abort_word() noexcept;
   void allocate(std::uint64_t nonce);
   void map(int rank, const std::string& handle, std::uint64_t nonce);
   void make_words();

@@ -90,6 +90,9 @@ ReceiveBuffer::ReceiveBuffer(std::unique_ptr<PeerBuffers> buffers, std::size_t b
 
 void ReceiveBuffer::prepare() {
   own_->prepare();
+  const std::uint32_t* const abort = buffers_->view().abort;
+  LONGSPAN_CUDA(
+      cudaMemcpy(&put_ranks().flags[rank()]->abort, &abort, sizeof abort, cudaMemcpyHostToDevice));
   buffers_->on_abort([own = own_] { own->free(); });
 }
 

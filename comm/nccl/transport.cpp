@@ -109,19 +109,18 @@ class NcclTransport final : public ControlledTransport {
         start_beside(stream, [&](cudaStream_t side) { queue(pieces, ahead, side, step); }));
   }
 
-  PutRanks begin_puts(const std::byte* buffer, const char* step) override {
+  PutRanks begin_puts(const std::byte* buffer, Stream stream, const char* step) override {
     const std::shared_ptr<const ReceiveBuffer> found = receive_buffer_at(buffer);
-    if (!found) return Transport::begin_puts(buffer, step);
+    if (!found) return Transport::begin_puts(buffer, stream, step);
     control().outcome().check();
+    link_->open_watch(cuda(stream), step);
     return found->put_ranks();
   }
 
   void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                 const char* step) override {
     if (!receive_buffer_at(buffer)) return Transport::end_puts(buffer, received, stream, step);
-    or_abort([&] {
-      link_->queue(control(), cuda(stream), step, [](ncclComm_t) { return ncclSuccess; });
-    });
+    or_abort([&] { link_->close_watch(control(), cuda(stream), step); });
     count_received(received);
   }
 

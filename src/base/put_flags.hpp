@@ -30,9 +30,10 @@ struct PutFlags {
   std::uint64_t ended[kMostRanks];  // runs of which it has put all finished rows here
 
   // This rank's alone:
-  std::uint64_t runs;    // of put_rows that are done
-  std::uint64_t before;  // `here` of every rank ahead of the run at hand
-  std::uint32_t blocks;  // of put_rows that have begun, modulo their number
+  std::uint64_t runs;          // of put_rows that are done
+  std::uint64_t before;        // `here` of every rank ahead of the run at hand
+  std::uint32_t blocks;        // of put_rows that have begun, modulo their number
+  const std::uint32_t* abort;  // PeerView::abort, which the host can set while the driver is busy
 };
 
 /// The counters of all ranks, as one of them reaches them.

@@ -364,7 +364,7 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
         EXPECT_EQ(world.place_at(&elsewhere, rank), nullptr);
         constexpr std::size_t kReceived = (kSize - 1) * kRows * sizeof(int);
         const std::uint64_t before = world.received_bytes();
-        const PutRanks among = world.begin_puts(buffer.get(), "puts");
+        const PutRanks among = world.begin_puts(buffer.get(), {}, "puts");
         PutFlags& own = *among.flags[rank];
         const auto await = [](std::uint64_t& counter, std::uint64_t count) {
           while (std::atomic_ref(counter).load() < count) std::this_thread::yield();
@@ -373,7 +373,7 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
           const auto value = [&](int from, int to, int row) {
             return 1000 * turn + 100 * from + 10 * to + row;
           };
-          const PutRanks now = world.begin_puts(buffer.get(), "puts");
+          const PutRanks now = world.begin_puts(buffer.get(), {}, "puts");
           EXPECT_EQ(now.rank, rank);
           EXPECT_EQ(now.ranks, kSize);
           EXPECT_TRUE(std::equal(now.flags, now.flags + kSize, among.flags));
@@ -396,7 +396,8 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
         }
         EXPECT_EQ(world.received_bytes() - before, kTurns * kReceived);
         EXPECT_THAT(own.ended, ::testing::Each(0u));
-        EXPECT_THROW(static_cast<void>(world.begin_puts(&elsewhere, "puts elsewhere")), UsageError);
+        EXPECT_THROW(static_cast<void>(world.begin_puts(&elsewhere, {}, "puts elsewhere")),
+                     UsageError);
         EXPECT_THROW(world.end_puts(&elsewhere, 1, {}, "puts elsewhere"), UsageError);
         world.gather("", "before the end");
         world.abort("that is all");
@@ -405,9 +406,37 @@ TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
             EXPECT_GE(std::atomic_ref(counters[from]).load(), std::uint64_t{0x7fffffff} << 32)
                 << from;
         EXPECT_EQ(own.runs, static_cast<unsigned>(kTurns));
-        EXPECT_THROW(static_cast<void>(world.begin_puts(buffer.get(), "puts")), Error);
+        EXPECT_THROW(static_cast<void>(world.begin_puts(buffer.get(), {}, "puts")), Error);
       },
       std::chrono::seconds(20), kSize);
+}
+
+/// The first launch of a kernel may block behind one that waits for another rank, as CUDA loads its
+/// code then. The deadline holds there too.
+TEST_F(NcclTransportTest, ALaunchThatBlocksBehindAWaitingKernelEndsAtTheDeadline) {
+  run(
+      [&](int rank, Transport& world) {
+        std::string why;
+        const auto buffer = world.open_receive_buffer(64, why);
+        ASSERT_TRUE(buffer) << why;
+        if (rank == 0) {
+          const PutRanks among = world.begin_puts(buffer.get(), {}, "exchange of keys");
+          auto* const word = const_cast<std::uint32_t*>(among.flags[rank]->abort);
+          ASSERT_NE(word, nullptr);
+          const auto last = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+          while (std::atomic_ref(*word).load() == 0 && std::chrono::steady_clock::now() < last)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          EXPECT_NE(std::atomic_ref(*word).load(), 0u) << "it blocked for ever";
+          try {
+            world.end_puts(buffer.get(), 64, {}, "exchange of keys");
+            ADD_FAILURE() << "nobody was told";
+          } catch (const Error& error) {
+            EXPECT_THAT(error.what(), HasSubstr("exchange of keys"));
+          }
+        }
+        meet(rank);
+      },
+      std::chrono::seconds(1));
 }
 
 /// A call that fails on one rank is everybody's reason, and a shift into other memory is NCCL's.

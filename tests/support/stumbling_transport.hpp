@@ -28,9 +28,9 @@ class StumblingTransport final : public comm::Transport {
     count_shift();
     return inner().start_shifts(pieces, distance, stream, step);
   }
-  PutRanks begin_puts(const std::byte* buffer, const char* step) override {
+  PutRanks begin_puts(const std::byte* buffer, Stream stream, const char* step) override {
     count_shift();
-    return inner().begin_puts(buffer, step);
+    return inner().begin_puts(buffer, stream, step);
   }
   void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                 const char* step) override {

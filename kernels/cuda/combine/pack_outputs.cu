@@ -21,7 +21,7 @@ __global__ void meet_kernel(const __grid_constant__ PutRanks putters) {
   if (rank >= putters.ranks || rank == putters.rank) return;
   PutFlags& own = *putters.flags[putters.rank];
   arch::count_release(putters.flags[rank]->ended + putters.rank, 1);
-  await_count(own.ended + rank, own.runs);
+  await_count(own, own.ended + rank, own.runs);
 }
 
 /// threadIdx.x = words of a row, (blockIdx.x, threadIdx.y) = rows, numbered token * heads + head.

@@ -33,14 +33,14 @@ __device__ void meet(const PutRanks& among) {
   const bool other = lane < among.ranks && lane != among.rank;
   if (threadIdx.x < 32 && begins_first(own)) {
     if (lane == 0) arch::store_whole(&own.before, runs * PutFlags::kRun);
-    if (other) await_count(own.here + lane, runs * PutFlags::kRun);
+    if (other) await_count(own, own.here + lane, runs * PutFlags::kRun);
     __syncwarp();
     if (other) arch::count_release(among.flags[lane]->free + among.rank, 1);
     __threadfence();
   }
   __syncthreads();
   arch::let_next_kernel_start();
-  if (threadIdx.x < 32 && other) await_count(own.free + lane, runs + 1);
+  if (threadIdx.x < 32 && other) await_count(own, own.free + lane, runs + 1);
   __syncthreads();
 }
 
@@ -89,7 +89,7 @@ class Putter {
     count(PutFlags::kRun - static_cast<unsigned>(puts_.pieces));
     const std::uint64_t runs = arch::load_whole(&own_.runs) + 1;
     if (!puts_.beside && lane_ < puts_.among.ranks)
-      await_count(own_.here + lane_, runs * PutFlags::kRun);
+      await_count(own_, own_.here + lane_, runs * PutFlags::kRun);
     __syncwarp();
     if (lane_ == 0) arch::store_whole(&own_.runs, runs);
   }

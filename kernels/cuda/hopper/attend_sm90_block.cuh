@@ -75,7 +75,7 @@ __device__ inline std::uint64_t here_before(const KeyArrivals& arrivals) {
 
 /// One thread waits until so much of a rank is here, for TMA too.
 __device__ inline void await_rank(const KeyArrivals& arrivals, int rank, std::uint64_t count) {
-  cuda::await_count(arrivals.flags->here + rank, count);
+  cuda::await_count(*arrivals.flags, arrivals.flags->here + rank, count);
   cuda::arch::publish_to_tma();
 }
 

@@ -51,6 +51,10 @@ using Lock = std::unique_lock<FairMutex>;
 /// Guards the runtime and the machine. It outlives main, as threads do.
 FairMutex& machine_mutex();
 
+/// Waits while another thread loads the code of a kernel (launches.cpp), but for calls that only
+/// ask or choose a device: the driver may serve one call at a time.
+void wait_for_loads(Lock& lock, const char* name);
+
 /// Of this thread.
 int& current_device();
 cudaError_t& last_error();
@@ -66,6 +70,7 @@ template <class Body>
 cudaError_t call(const char* name, const Body& body) {
   if (is_made_to_fail(name)) return noted(cudaErrorMemoryAllocation);
   Lock lock(machine_mutex());
+  wait_for_loads(lock, name);
   return noted(body(lock));
 }
 

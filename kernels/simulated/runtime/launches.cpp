@@ -10,10 +10,13 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 
+#include "kernels/simulated/runtime/settings.hpp"
 #include "kernels/simulated/runtime/stream_memory.hpp"
 #include "kernels/simulated/runtime/streams.hpp"
+#include "kernels/simulated/runtime/waiting.hpp"
 
 extern "C" CUresult simulated_encode_tiled(
     CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
@@ -40,9 +43,30 @@ bool fits(dim3 grid, dim3 block) {
          static_cast<std::size_t>(block.x) * block.y * block.z <= kMostThreads;
 }
 
+/// The thread that loads code at present.
+std::thread::id loader;
+
+/// CUDA may load the code of a kernel when it is first launched, and then waits for the GPU's work.
+/// LONGSPAN_SIMULATED_LAZY_LOADING=1 has every first launch wait so.
+void load(Lock& lock, const void* kernel) {
+  static auto* const loaded = new std::set<std::pair<int, const void*>>;
+  const int device = current_device();
+  if (!settings().loads_lazily || !loaded->insert({device, kernel}).second) return;
+  loader = std::this_thread::get_id();
+  wait_for_device(lock, device);
+  loader = {};
+}
+
 int architecture() { return properties().major * 10 + properties().minor; }
 
 }  // namespace
+
+void wait_for_loads(Lock& lock, const char* name) {
+  const std::string_view call(name);
+  if (call.ends_with("Query") || call.starts_with("cudaGet") || call == "cudaSetDevice") return;
+  if (loader == std::thread::id() || loader == std::this_thread::get_id()) return;
+  wait(lock, [] { return loader == std::thread::id(); });
+}
 
 const char* name_of_kernel(const void* address, const char* file, unsigned line) {
   std::string name;
@@ -65,13 +89,14 @@ const char* name_of_kernel(const void* address, const char* file, unsigned line)
 }
 
 cudaError_t queue_kernel(Kernel kernel, const void* address, cudaStream_t handle, bool overlaps) {
-  return call("cudaLaunchKernelExC", [&](Lock&) {
+  return call("cudaLaunchKernelExC", [&](Lock& lock) {
     Stream* const stream = find_stream(handle);
     if (stream == nullptr || stream->device != current_device())
       return cudaErrorInvalidResourceHandle;
     if (!fits(kernel.grid, kernel.block)) return cudaErrorInvalidConfiguration;
     if (kernel.shared_bytes > static_cast<std::size_t>(allowed_shared(address)))
       return cudaErrorInvalidValue;
+    if (stream->capture == nullptr) load(lock, address);
     return submit(*stream, {.kernel = std::move(kernel), .overlaps = overlaps});
   });
 }

@@ -81,6 +81,7 @@ Settings read() {
   read.memory_bytes = static_cast<std::size_t>(own_number<long long>("LONGSPAN_SIMULATED_MEMORY_MB",
                                                                      1, kStandardMemoryMb))
                       << 20;
+  read.loads_lazily = own_number("LONGSPAN_SIMULATED_LAZY_LOADING", 0, 0) != 0;
   const std::string fail = text_of("LONGSPAN_SIMULATED_FAIL_CALL");
   const std::size_t colon = fail.rfind(':');
   if (!fail.empty()) {

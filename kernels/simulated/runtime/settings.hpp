@@ -11,6 +11,7 @@ struct Settings {
   std::vector<int> gpus;         // those this process sees, by their place on the node
   int gpus_of_node = 1;          // LONGSPAN_SIMULATED_GPUS, or the ranks on this host
   std::size_t memory_bytes = 0;  // of each GPU: LONGSPAN_SIMULATED_MEMORY_MB
+  bool loads_lazily = false;     // LONGSPAN_SIMULATED_LAZY_LOADING=1: see load()
   std::string fail_call;         // LONGSPAN_SIMULATED_FAIL_CALL=name:N, of which the name
   int fail_number = 0;           // and N; 0: no call fails
 };

@@ -134,7 +134,7 @@ class HeadPuts::Forward final : public Visitor {
 
  private:
   void send_home() {  // an exchange of its own, which no rank begins after an abort
-    puts_.among = heads_.puts_.begin("exchange of results by heads");
+    puts_.among = heads_.puts_.begin(pass_.run, "exchange of results by heads");
     heads_.take_back(pass_.run, way_);
   }
 

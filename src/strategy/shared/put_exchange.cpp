@@ -15,7 +15,7 @@ void PutExchange::put(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals) co
   comm::Transport& comm = layer_.comm;
   run.enter(Phase::exchange);
   puts.say = pass.say;
-  puts.among = begin(step_);
+  puts.among = begin(run, step_);
   for (int p = 0; p < comm.size(); ++p)
     puts.words[p] = reinterpret_cast<std::uint64_t*>(
         comm.place_at(reinterpret_cast<std::byte*>(said_ + comm.rank()), p));

@@ -38,9 +38,12 @@ class PutExchange {
   void put(const Pass& pass, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals) const;
   /// Queues the attention of the run up to the phase `last`.
   void attend(const Pass& pass, const kernels::RowPuts& puts, Phase last) const;
-  /// The counters by which kernels meet. Throws where the communicator has failed, with `step`.
-  PutRanks begin(const char* step) const { return layer_.comm.begin_puts(buffer_.get(), step); }
-  /// Has the kernels watched until they end. `received` bytes come here.
+  /// The counters by which kernels meet, which are watched from here until they end. Throws where
+  /// the communicator has failed, with `step`.
+  PutRanks begin(const Run& run, const char* step) const {
+    return layer_.comm.begin_puts(buffer_.get(), run.stream, step);
+  }
+  /// All kernels are queued. `received` bytes come here.
   void end(const Run& run, std::size_t received) const {
     layer_.comm.end_puts(buffer_.get(), received, run.stream, step_);
   }

@@ -1,5 +1,5 @@
-// What attention is told, in four parts: what is attended to, where it lies, where the states go,
-// and memory to work in. Functions take the part that they need.
+// The parameters of attention, in four parts: sizes and types, locations of the operands,
+// destination of the states, and scratch. Functions take the part that they need.
 #pragma once
 
 #include <cstddef>
@@ -13,28 +13,28 @@
 
 namespace longspan::kernels {
 
-/// Where queries, keys and values are.
+/// Locations of queries, keys and values.
 struct Operands {
   TokenRows q;  // [tokens, heads, head_dim]
   KvRows k;     // [keys on this rank, kv_heads, head_dim], or pages
-  KvRows v;     // as k, of value_dim; may be the first columns of the keys
+  KvRows v;     // like k, with value_dim columns; may be the first columns of the keys
   Pages pages;
-  KeySpans spans;  // in place of the addresses of k and v; then there are no pages
-  // Where keys, or queries, still come, in the host's memory and read by the call; only where
-  // AttentionKernels::takes_arrivals says so. Else null.
+  KeySpans spans;  // replaces the addresses of k and v; then there are no pages
+  // Keys, or queries, that are still in transfer, in host memory and read by the call; only if
+  // AttentionKernels::takes_arrivals allows it. Otherwise null.
   const KeyArrivals* arrivals = nullptr;
-  Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which k and v do not have
-  Rows new_v;  // yet and get here, ahead of the attention; or null
+  Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which are not yet in k and
+               // v
+  Rows new_v;  // and are written there before the attention; or null
 
-  Scales q_scale;  // with k_scale, factors of every product, ahead of everything else
+  Scales q_scale;  // with k_scale, factors of every product, applied first
   Scales k_scale;
   Scales v_scale;  // of o, in the state
 };
 
-/// Cuts each sequence's local keys into `count` parts, each with a state of its own; the state of
-/// part s goes to slot AttendParams::slot + s. A cut lies outside of the fixed order: it may go
-/// through a segment, which then folds in two halves. With count = 0 there is no cut, and one
-/// state.
+/// Cuts each sequence's local keys into `count` parts, each with its own state; the state of part s
+/// goes to slot AttendParams::slot + s. A cut ignores the fixed order: it may go through a segment,
+/// which then folds in two halves. With count = 0 there is no cut, and one state.
 struct KeyParts {
   int count = 0;
   std::int64_t keys = 0;  // in a part; 0: as many tiles of `tile` keys as give `count` parts
@@ -53,37 +53,37 @@ struct KeyParts {
   }
 };
 
-/// Where the states go.
+/// Destination of the states.
 struct StateTarget {
   KeyParts parts;
   StateSlots state;
   int slot = 0;
-  bool resume = false;  // rows begin from the states in `slot` (with parts, each in its own slot)
+  bool resume = false;  // rows start from the states in `slot` (with parts, each in its own slot)
 };
 
 struct Scratch {
   std::byte* scratch = nullptr;  // AttentionKernels::attend_scratch bytes
   std::size_t scratch_bytes = 0;
-  int* ticket = nullptr;  // [1] zero between calls, of one stream at a time; where it is null, part
-                          // of the scratch is cleared for each call, which costs a launch
+  int* ticket = nullptr;  // [1] zero between calls, used by one stream at a time; null: part of the
+                          // scratch is cleared for each call, which takes a launch
 };
 
 /// Turns one rank's keys into one partial state per row (slot `slot` of `state`). Every row of the
-/// batch is written, empty ones as empty states; rows past the last sequence, and of skipped
-/// sequences, are not touched. Products are of `dtype`: what is stored as fp8 is converted to it
-/// (exactly), unless fp8_products allows otherwise.
+/// batch is written, empty ones as empty states. Rows past the last sequence, and of skipped
+/// sequences, are not touched. Products are of `dtype`: fp8 inputs are converted to it (exactly),
+/// unless fp8_products allows otherwise.
 ///
 /// A rank may have a share of the query rows (`queries`), as it has of the keys. Masks and biases
-/// go by where a row stands in its sequence, which query_position alone says.
+/// depend on a row's position in its sequence, which only query_position computes.
 ///
-/// With `resume` the rows begin from the states that stand in their slot, and what they end with is
-/// merge(that state, the state over this call's keys). A row whose state is empty begins afresh,
-/// whatever its max and o are; a row that sees no key keeps its state (an empty one stays empty,
-/// and its max and o may stay as they are). The keys of the two must differ; nothing checks that.
-/// The state that comes in stands outside of the fixed order's tree (order.hpp): with it bits
-/// depend on where the caller cuts the keys into calls, `invariant` or not.
+/// With `resume` the rows start from the states in their slot, and end with merge(that state, the
+/// state over this call's keys). A row whose state is empty starts anew, whatever its max and o
+/// are. A row that sees no key keeps its state (an empty one stays empty, and its max and o may
+/// stay as they are). The keys of the two must be disjoint, which nothing checks. The incoming
+/// state is outside of the fixed order's tree (order.hpp): the bits then depend on how the caller
+/// splits the keys into calls, with or without `invariant`.
 struct AttendParams : Geometry, Operands, StateTarget, Scratch {
-  /// The scale of the scores, with those of a quantised q and k.
+  /// The scale of the scores, including the scales of a quantised q and k.
   LONGSPAN_HD float scale(int kv_head) const {
     return score.scale * q_scale[kv_head] * k_scale[kv_head];
   }

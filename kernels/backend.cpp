@@ -1,4 +1,4 @@
-// Does what all backends do alike.
+// The parts that all backends share.
 #include "kernels/backend.hpp"
 
 #include <string>

@@ -1,5 +1,5 @@
-// One device's kernels and memory behind one interface, which is chosen once when a layer is made.
-// On a GPU every call queues on the stream and returns; on the host it does the work.
+// One device's kernels and memory behind one interface, chosen once when a layer is made. On a GPU
+// every call queues on the stream and returns; on the host it does the work.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@
 
 namespace longspan::kernels {
 
-/// Sets marks on a stream, and measures the time between them.
+/// Records marks on a stream, and measures the time between them.
 class Timer {
  public:
   virtual ~Timer() = default;
@@ -28,45 +28,44 @@ class Timer {
   virtual double milliseconds(int from, int to) const = 0;  // once the stream has passed both
 };
 
-/// What a strategy computes with.
+/// The kernels that strategies compute with.
 class AttentionKernels {
  public:
   virtual ~AttentionKernels() = default;
   virtual Device device() const = 0;
 
-  /// Throws Unsupported, which names the feature, for what these kernels cannot do (features.hpp
-  /// has the list).
+  /// Throws Unsupported, naming the feature, for what these kernels cannot do (features.hpp has the
+  /// list).
   virtual void check(const AttendParams& params) const = 0;
 
-  /// The most scratch that attend needs for up to `tokens` rows in up to `batch` sequences. Calls
-  /// that resume need bounds that resume: on CUDA, short or split queries then take a slot of
-  /// states more.
+  /// The most scratch that attend needs for up to `tokens` rows in up to `batch` sequences. For
+  /// calls that resume, set `resume` in the bounds: on CUDA, short or split queries then need one
+  /// more slot of states.
   virtual std::size_t attend_scratch(const AttendParams& bounds) const = 0;
 
-  /// Turns the keys of this rank into one partial state per row, and that into what `epilogue`
-  /// makes of it (see AttendParams). New keys and values, where they are given, are written into
-  /// the cache first. Steps of a ring, or chunks of the keys, may be given to one slot one after
-  /// the other, all but the first with `resume`. They leave there the state over all of them, and
-  /// no merge between them is needed:
+  /// Turns the keys of this rank into one partial state per row, and applies `epilogue` to it (see
+  /// AttendParams). New keys and values, if given, are first written into the cache. Steps of a
+  /// ring, or chunks of the keys, may use one slot one after another, all but the first with
+  /// `resume`. The slot then holds the state over all of them, without a merge between them:
   ///
   ///     for (p.resume = false; next_keys(p); p.resume = true) kernels.attend(p, stream);
   ///
   /// A state is max and sum [tokens, heads] in base 2, and o [tokens, heads, dim] unnormalised, in
-  /// fp32. A chunk is a shard of the sequence (ranges of it, another rank's share), so masks go by
-  /// global positions. Returns true where one kernel did both. Throws Unsupported as check does,
-  /// and InputError for too little scratch; nothing is written then.
+  /// fp32. A chunk is a shard of the sequence (ranges of it, another rank's share), so masks use
+  /// global positions. Returns true if one kernel did both. Throws Unsupported as check does, and
+  /// InputError for too little scratch; nothing is written then.
   ///
-  /// On processors the calling thread calls `between` now and then between its work tiles, so that
-  /// a transfer that takes calls goes on meanwhile; it must not throw. On a GPU nothing calls it.
+  /// On CPUs the calling thread calls `between` from time to time between its work tiles, so that a
+  /// transfer that needs calls makes progress; it must not throw. On a GPU nothing calls it.
   virtual bool attend(const AttendParams& params, const Epilogue& epilogue, Stream stream,
                       const EpilogueBegins& begins = {},
                       const BetweenTiles& between = {}) const = 0;
   void attend(const AttendParams& params, Stream stream) const {
     attend(params, StateEpilogue{}, stream);
   }
-  /// Whether `attend` with these params and this epilogue, and their `arrivals`, may be queued
-  /// before what comes from other ranks is here, and end at the epilogue's `places`, if there are
-  /// any. It then waits on the device.
+  /// Whether `attend` with these params, this epilogue and their `arrivals` may be queued before
+  /// the data of other ranks has arrived. It may then end at the epilogue's `places`, if there are
+  /// any, and waits on the device.
   virtual bool takes_arrivals(const AttendParams& /*params*/,
                               const MergeParams& /*epilogue*/) const {
     return false;
@@ -75,16 +74,16 @@ class AttentionKernels {
   virtual void merge(const MergeParams& params, Stream stream) const = 0;
 
   /// Exchanges the ranks' states through peer buffers and merges them, in one kernel. Throws
-  /// Unsupported where peer_buffer_bytes is 0.
+  /// Unsupported if peer_buffer_bytes is 0.
   virtual void exchange(const ExchangeParams& params, Stream stream) const;
-  /// The bytes of a peer buffer for the exchange; 0 where there is no such kernel.
+  /// The bytes of a peer buffer for the exchange; 0 if there is no such kernel.
   virtual std::size_t peer_buffer_bytes(std::int64_t /*rows*/, int /*dim*/, int /*ranks*/) const {
     return 0;
   }
 
-  /// Computes the digest of small arrays, where they lie.
+  /// Computes the digest of small arrays on their device.
   virtual void digest(const DigestParams& params, Stream stream) const = 0;
-  /// Stores what this rank says of its run, for the other ranks to compare (RunHeaders).
+  /// Stores this rank's report of its run, for the other ranks to compare (RunHeaders).
   virtual void say(const SayParams& params, Stream stream) const = 0;
   /// Allocates zeroed memory that the host and the kernels both see.
   virtual std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const = 0;
@@ -92,21 +91,22 @@ class AttentionKernels {
   virtual std::unique_ptr<Timer> timer(int marks) const = 0;
 
  protected:
-  /// Queues the epilogue as a kernel of its own.
+  /// Queues the epilogue as a separate kernel.
   void queue(const Epilogue& epilogue, Stream stream, const EpilogueBegins& begins) const;
 };
 
-/// The kernels of rows that travel, and of where they stand.
+/// The kernels of rows that travel, and of their positions.
 class RowKernels {
  public:
   virtual ~RowKernels() = default;
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
   virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
-  /// Copies blocks that do not overlap; on a GPU those of other GPUs too, where it reaches them.
+  /// Copies blocks that do not overlap; on a GPU also blocks in other GPUs' memory, if it can reach
+  /// it.
   virtual void copy_rows(std::span<const StridedCopy> copies, Stream stream) const = 0;
-  /// Puts rows into the memory of all ranks, on GPUs; an attention that is queued next may begin
-  /// beside it (KeyArrivals::behind_puts). Throws Unsupported on processors.
+  /// Puts rows into the memory of all ranks, on GPUs; the attention queued next may run beside it
+  /// (KeyArrivals::behind_puts). Throws Unsupported on CPUs.
   virtual void put_rows(const RowPuts& puts, Stream stream) const;
   virtual void pack_states(const PackStatesParams& params, Stream stream) const = 0;
   virtual void key_starts(const KeyStartParams& params, Stream stream) const = 0;
@@ -115,7 +115,7 @@ class RowKernels {
   virtual void move_keys(const MoveKeysParams& params, Stream stream) const = 0;
 };
 
-/// The kernels that serving engines ask of one rank, and a layer of its cache.
+/// The kernels that serving engines use on one rank, and that a layer uses for its cache.
 class ServingKernels {
  public:
   virtual ~ServingKernels() = default;
@@ -124,7 +124,7 @@ class ServingKernels {
 
   virtual void attend_context(const ContextParams& params, Stream stream) const = 0;
   virtual void cut_context(const ContextCutParams& params, Stream stream) const = 0;
-  /// The bytes of memory with which attend_context is faster, for calls within these bounds of the
+  /// The bytes of memory that make attend_context faster, for calls within these bounds of the
   /// cached part.
   virtual std::size_t context_room(const AttendParams& /*bounds*/) const { return 0; }
 
@@ -142,8 +142,8 @@ class Backend : public AttentionKernels, public RowKernels, public ServingKernel
 /// process may use.
 std::unique_ptr<Backend> host_backend(int threads = 0);
 
-/// How the host makes products of bf16 on this machine where DTypes::bf16_products lets it: "by
-/// AMX", or "in fp32" where it has no instructions for them. The bits of the two differ.
+/// How the host makes products of bf16 on this machine if DTypes::bf16_products allows it: "by
+/// AMX", or "in fp32" if the CPU has no instructions for them. The bits of the two differ.
 const char* host_bf16_products();
 
 /// The kernels of the current GPU. Throws Unsupported in a build without CUDA.

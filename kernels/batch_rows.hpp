@@ -1,5 +1,5 @@
-// Tells which sequence a row of the batch belongs to, and where in a cache it goes, for kernels
-// that go through rows, on host and CUDA.
+// Finds the sequence of a row of the batch, and its place in a cache, for kernels that iterate over
+// rows, on host and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace longspan::kernels {
 
-/// The sequence of row `token`; -1 where nothing of the row is read or written, as it stands past
-/// the last sequence, or its sequence is skipped.
+/// The sequence of row `token`; -1 if nothing of the row is read or written, because it is past the
+/// last sequence, or its sequence is skipped.
 LONGSPAN_HD inline int sequence_of_row(const Batch& batch, std::int64_t token) {
   if (batch.query_start == nullptr) return 0;
   if (token >= batch.query_start[batch.size]) return -1;
@@ -19,7 +19,7 @@ LONGSPAN_HD inline int sequence_of_row(const Batch& batch, std::int64_t token) {
   return batch.skips(starts[b + 1] - starts[b]) ? -1 : b;
 }
 
-/// Whether a row has a sequence, whichever it is: there is no search if none is skipped.
+/// Whether a row has a sequence. It does not search if no sequence is skipped.
 LONGSPAN_HD inline bool in_batch(const Batch& batch, std::int64_t token) {
   if (batch.query_start == nullptr) return true;
   return batch.skip_decode ? sequence_of_row(batch, token) >= 0
@@ -27,7 +27,7 @@ LONGSPAN_HD inline bool in_batch(const Batch& batch, std::int64_t token) {
 }
 
 /// The number of segments that hold keys of this rank, for a sequence with `local_len` of them. It
-/// counts the first one always, which may hold the sink alone.
+/// always counts the first one, which may hold only the sink.
 LONGSPAN_HD inline int filled_segments(const KeyParts& parts, int segments,
                                        std::int64_t local_len) {
   const std::int64_t each = parts ? parts.size(local_len) : 0;
@@ -36,7 +36,7 @@ LONGSPAN_HD inline int filled_segments(const KeyParts& parts, int segments,
   return static_cast<int>(filled < 1 ? 1 : filled < most ? filled : most);
 }
 
-/// A row of a cache: row `row` of page `page`; where row < 0, it goes nowhere.
+/// A row of a cache: row `row` of page `page`; row < 0: no row.
 struct CacheRow {
   std::int64_t page = 0;
   std::int64_t row = -1;
@@ -46,7 +46,7 @@ struct CacheRow {
   }
 };
 
-/// The local key that holds the sequence's new row t, or -1 where another rank owns it.
+/// The local key that holds the sequence's new row t, or -1 if another rank owns it.
 LONGSPAN_HD inline std::int64_t new_key(const Batch& batch, const Shard& shards, int b,
                                         std::int64_t t, std::int64_t q_len) {
   const Shard shard = shards.for_sequence(b);
@@ -54,12 +54,12 @@ LONGSPAN_HD inline std::int64_t new_key(const Batch& batch, const Shard& shards,
   return shard.owns(position, kv_len) ? shard.before(position, kv_len) : -1;
 }
 
-/// The row of the cache where an append puts row `token` of the batch.
+/// The row of the cache where an append writes row `token` of the batch.
 LONGSPAN_HD inline CacheRow cache_row(const AppendParams& p, std::int64_t token) {
   if (p.slots != nullptr) {
     const std::int64_t slot = p.slots[token];
     if (slot < 0) return {};
-    // Slots come without a table: a cache that has no pages has no distance between them.
+    // With slots there is no table: a cache without pages has no page stride.
     if (p.k.page_stride == 0) return {0, slot};
     return {slot / p.pages.size, slot % p.pages.size};
   }

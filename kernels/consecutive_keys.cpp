@@ -15,8 +15,8 @@ std::int64_t consecutive_keys(const Shard& shard, std::int64_t first, std::int64
     while (first + known < own && is_consecutive(known + 1)) ++known;
     return known;
   }
-  // Positions ascend, so the last of them can be searched for: twice as far until it is passed,
-  // then by halves.
+  // Positions ascend, so the last one can be searched for: by doubling until it is passed, then by
+  // bisection.
   while (first + beyond <= own && is_consecutive(beyond)) {
     known = beyond;
     beyond *= 2;

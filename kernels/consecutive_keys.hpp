@@ -1,4 +1,4 @@
-// Finds which of a rank's keys stand side by side in their sequence, and so move, or are read,
+// Finds which of a rank's keys are consecutive in their sequence, and so can be moved, or read,
 // together.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace longspan::kernels {
 
-/// The number of keys from local key `first` on, of the `own` that the rank has of a sequence of
-/// `length`, which stand at consecutive positions: 1 or more.
+/// The number of keys, starting at local key `first` of the rank's `own` keys of a sequence of
+/// `length`, that have consecutive positions: 1 or more.
 std::int64_t consecutive_keys(const Shard& shard, std::int64_t first, std::int64_t own,
                               std::int64_t length);
 

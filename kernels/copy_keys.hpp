@@ -1,11 +1,12 @@
-// Keys and values that travel are copied out of a cache of any form to rows side by side.
+// Copies keys and values from a cache of any form to contiguous rows, so that they can travel.
 //
 //     to[start[b] + i]           = local key i of sequence b, as a rank sends its share
 //     to[start[b] + position(i)] = the same in the order of the sequence, as they are gathered: of
 //                                  all ranks, or of neighbours, whose keys are a part of it
 //
-// Elements stay as they are stored. In pages only what some row sees is read, as the entries of a
-// block table that no visible key needs may hold anything; the other rows of `to` are not written.
+// Elements keep their type. In pages only keys that some row sees are read, because the entries of
+// a block table that no visible key needs may hold anything; the other rows of `to` are not
+// written.
 #pragma once
 
 #include <algorithm>
@@ -21,17 +22,17 @@
 namespace longspan::kernels {
 
 struct CopyKeysParams {
-  Geometry geometry;  // types and sizes; the shard and the sequences whose keys these are; and the
-                      // rows that decide what is read of pages: those of all ranks
-  KvRows k;           // where the keys are, as in Operands
+  Geometry geometry;  // types and sizes; the shard and the sequences of these keys; and the rows
+                      // that determine which pages are read: those of all ranks
+  KvRows k;           // location of the keys, as in Operands
   KvRows v;
   Pages pages;
   std::byte* to_k = nullptr;  // [rows, kv_heads, head_dim] of kv_dtype; null: no keys are copied
   std::byte* to_v = nullptr;  // [rows, kv_heads, value_dim]; null: no values
   const std::int64_t* to_start = nullptr;  // [batch] first row of each sequence; null: 0
-  bool by_position = false;                // else the keys of a sequence follow each other
-  Shard part;  // by position: the share of each sequence that `to` has, which may be all of it
-  std::int64_t rows = 0;     // of `to`; what would go past them is not copied
+  bool by_position = false;                // otherwise the keys of a sequence follow each other
+  Shard part;  // by position: the share of each sequence that `to` has, possibly all of it
+  std::int64_t rows = 0;     // of `to`; keys beyond them are not copied
   std::int64_t longest = 0;  // no sequence has more keys on this rank
 };
 
@@ -59,7 +60,7 @@ LONGSPAN_HD inline Interval copied_keys(const CopyKeysParams& p, int b) {
   return keys;
 }
 
-/// Where local key i of sequence b lies, and the row of `to` that it goes to; -1: to none.
+/// The location of local key i of sequence b, and its row of `to`; -1: none.
 struct KeyPlace {
   CacheRow from;
   std::int64_t to = -1;
@@ -77,7 +78,7 @@ LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_
   return place;
 }
 
-/// The widest word in which rows of `copy` can be moved, to rows side by side.
+/// The widest word in which rows of `copy` can be moved to contiguous rows.
 inline int copy_word(const KeyCopy& copy, const Pages& pages, int element_bytes) {
   const KvRows to(copy.to, copy.dim, copy.dim);
   return std::min(row_word(copy.from, static_cast<bool>(pages), copy.dim, element_bytes),

@@ -1,6 +1,7 @@
-// A digest of small arrays where they lie, so that ranks can compare contents that the host does
-// not read. The digest of an array is a sum over its elements of a mix of value and place: any
-// order of summing gives the same word, so a block of threads computes what one thread does.
+// A digest of small arrays, computed on their device, so that ranks can compare contents that the
+// host does not read. The digest of an array is a sum over its elements of a mix of value and
+// index. Any order of summation gives the same word, so a block of threads gets the same result as
+// one thread.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@
 namespace longspan::kernels {
 
 /// An array of `rows` rows of `columns` elements of `unit` bytes (1, 2, 4 or 8), `pitch` elements
-/// apart. An array that was not given has no data and no elements.
+/// apart. An array that is not given has no data and no elements.
 struct DigestArray {
   const void* data = nullptr;
   std::int64_t columns = 0;
@@ -20,8 +21,7 @@ struct DigestArray {
   std::int64_t pitch = 0;
   int unit = 4;
 
-  /// The number of elements. It is computed without a sign, so that extents which nothing has
-  /// checked yet overflow in no way.
+  /// The number of elements. It is computed unsigned, so that unchecked extents cannot overflow.
   LONGSPAN_HD std::int64_t size() const {
     const std::uint64_t all =
         static_cast<std::uint64_t>(rows) * static_cast<std::uint64_t>(columns);
@@ -42,7 +42,8 @@ struct DigestParams {
   int count = 0;
   std::uint64_t* words =
       nullptr;              // [count + 2]: the digest of each array, then of all of them; then
-  std::uint64_t stamp = 0;  // this, which the host reads first: behind it they are there
+  std::uint64_t stamp = 0;  // this, which the host reads first: once it is there, so are the
+                            // digests
 };
 
 /// The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
@@ -53,16 +54,16 @@ LONGSPAN_HD constexpr std::uint64_t mix(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-/// What element i of an array adds to the array's digest.
+/// The contribution of element i to the array's digest.
 LONGSPAN_HD constexpr std::uint64_t mixed_element(std::int64_t i, std::uint64_t bits) {
   return mix(mix(bits + 1) + 0x9e3779b97f4a7c15u * static_cast<std::uint64_t>(i + 1));
 }
-/// What array n adds to the digest of all.
+/// The contribution of array n to the digest of all.
 LONGSPAN_HD constexpr std::uint64_t mixed_array(int n, std::uint64_t digest) {
   return mixed_element(n, digest);
 }
 
-/// Says for this rank what its run is: said = hash, with the contents of arrays mixed in.
+/// Writes this rank's report of its run: said = hash, with the contents of arrays mixed in.
 struct SayParams {
   std::uint64_t hash = 0;
   const std::uint64_t* contents = nullptr;  // [1] the digest of all arrays; null: none

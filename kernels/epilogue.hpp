@@ -1,6 +1,6 @@
-// What follows attention. A row's state stays as it is, or becomes a result, or goes to the other
-// ranks and meets theirs. A backend does this in the kernel that attends, where it has one for
-// both, and else queues a second kernel.
+// The step after attention. A row's state is kept, or becomes a result, or is exchanged and merged
+// with those of the other ranks. A backend does this in the attention kernel if it has one for
+// both, and otherwise queues a second kernel.
 #pragma once
 
 #include <functional>
@@ -11,21 +11,21 @@
 
 namespace longspan::kernels {
 
-/// The states stay where AttendParams::state says.
+/// The states stay in AttendParams::state.
 struct StateEpilogue {};
 
-/// MergeParams makes out and lse of the states that it names, this call's among them. Where it
-/// names this call's slot alone, and the keys are the last ones (the rank has all, or `resume` says
-/// that the state has those of the others), the slot may be written or not.
+/// MergeParams computes out and lse from the states that it names, including this call's. If it
+/// names only this call's slot, and the keys are the last ones (the rank has all, or `resume` means
+/// that the state covers the others), the slot may be written or not.
 ///
-/// ExchangeParams makes them of all ranks' states. The rank's own slot may be written or not.
+/// ExchangeParams computes them from all ranks' states. The rank's own slot may be written or not.
 using Epilogue = std::variant<StateEpilogue, MergeParams, ExchangeParams>;
 
-/// Is called when attention is queued and the epilogue follows as a kernel of its own. Where it is
-/// given, an exchange always is such a kernel; what travels is the same.
+/// Called when attention is queued and the epilogue follows as a separate kernel. If it is given,
+/// an exchange is always a separate kernel; the same data travels.
 using EpilogueBegins = std::function<void()>;
 
-/// What the calling thread does between two work tiles of an attention on processors.
+/// Called by the calling thread between two work tiles of an attention on CPUs.
 using BetweenTiles = std::function<void()>;
 
 }  // namespace longspan::kernels

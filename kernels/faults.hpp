@@ -1,12 +1,12 @@
-// Checks what must hold of the arrays of a request before a kernel may follow them. There is one
-// definition, which the host runs with one thread and CUDA with a block for each sequence.
+// Checks the arrays of a request before a kernel follows them. There is one definition, which the
+// host runs with one thread and CUDA with a block for each sequence.
 //
 //     fault        where     column                value
 //     query_start  entry     0                     the entry
 //     apart        entry     rows of a sequence    the entry
 //     kv_len       sequence  0                     the entry
-//     too_long     sequence  keys that fit         keys on this rank, or of all where max_kv_len is
-//                                                  what they do not fit
+//     too_long     sequence  keys that fit         keys on this rank, or of all if they exceed
+//                                                  max_kv_len
 //     page         sequence  column of the table   the entry
 //     slot         token     0                     the slot
 //     overlap      token     0                     the slot
@@ -23,13 +23,13 @@
 
 namespace longspan::kernels {
 
-/// The part of a request's checks that one thread does: items `lane`, `lane` + `lanes`, ...
+/// One thread's share of a request's checks: items `lane`, `lane` + `lanes`, ...
 struct Lane {
   std::int64_t lane = 0;
   std::int64_t lanes = 1;
 };
 
-/// Whether the sequence's rows are rows of the request. Only then may anything else of it be read.
+/// Whether the sequence's rows are rows of the request. Otherwise nothing else of it may be read.
 template <class Report>
 LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
   const std::int32_t* start = p.batch.query_start;
@@ -56,7 +56,7 @@ LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   return {shard.before(first.begin, kv_len), shard.before(last.end, kv_len)};
 }
 
-/// Checks the entry for a local key; reports it and returns false where it is not a page.
+/// Checks the entry for a local key; if it is not a page, reports it and returns false.
 template <class Report>
 LONGSPAN_HD bool check_page(const Pages& pages, int b, std::int64_t column, const Report& report) {
   const std::int64_t page = pages.table[b * pages.row_stride + column * pages.column_stride];
@@ -65,8 +65,8 @@ LONGSPAN_HD bool check_page(const Pages& pages, int b, std::int64_t column, cons
   return false;
 }
 
-/// Checks that a row may go to `slot` of the cache. `claim(slot)` tells whether another row did
-/// before.
+/// Checks that a row may go to `slot` of the cache. `claim(slot)` returns whether another row has
+/// claimed it before.
 template <class Report, class Claim>
 LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64_t slot,
                             const Report& report, const Claim& claim) {
@@ -77,7 +77,7 @@ LONGSPAN_HD void check_slot(const CheckParams& p, std::int64_t token, std::int64
     report(Fault::overlap, token, 0, slot);
 }
 
-/// Checks the new rows of a sequence, where no slots are given.
+/// Checks the new rows of a sequence, if no slots are given.
 template <class Report, class Claim>
 LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const Report& report,
                                 const Claim& claim) {
@@ -95,7 +95,7 @@ LONGSPAN_HD void check_new_rows(const CheckParams& check, int b, Lane own, const
   }
 }
 
-/// Checks what the sequences have together. One thread does it.
+/// Checks the sequences together. One thread does it.
 template <class Report>
 LONGSPAN_HD void check_all_sequences(const CheckParams& check, const Report& report) {
   if (check.most_keys == 0) return;

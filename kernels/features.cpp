@@ -12,7 +12,8 @@ using P = AttendParams;
 
 constexpr bool kYes = true, kNo = false;
 
-// Names what may ask for a feature: `Attention`, `ServingOps`, or a strategy that calls a backend.
+// The callers that may ask for a feature: `Attention`, `ServingOps`, or a strategy that calls a
+// backend.
 constexpr const char *kBoth = "layer, calls", *kLayer = "layer", *kCalls = "calls",
                      *kBackend = nullptr;
 
@@ -56,9 +57,9 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return static_cast<bool>(p.parts); }},
     {"state in", "rows begin from a previous state", kCalls, kYes, kYes,
      [](const P& p) { return p.resume; }},
-    // The host's products stay exact, which the option allows.
+    // The host's products stay exact, as the option allows.
     {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},
-    // CUDA's bf16 products are such anyway.
+    // CUDA's bf16 products are like that anyway.
     {"bf16 products", "bf16 products by the processor's own instructions, weights in bf16", kBoth,
      kYes, kYes, [](const P& p) { return p.bf16_products; }},
     {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kLayer, kNo,

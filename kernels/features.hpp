@@ -1,5 +1,5 @@
-// Lists what attend can do, and where. Backends refuse by this list alone, `longspan info
-// --features` prints it, and the table in the docs is made from it.
+// The list of what attend supports, and on which device. Backends refuse only by this list,
+// `longspan info --features` prints it, and the table in the docs is made from it.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ namespace longspan::kernels {
 struct Feature {
   const char* name;
   const char* meaning;
-  const char* by;  // whether a layer, the calls of `ServingOps`, or both can be asked for it; null
-                   // where no public call can, and only the caller of a backend does
+  const char* by;  // whether a layer, the calls of `ServingOps`, or both can ask for it; null if no
+                   // public call can, only the caller of a backend
   bool host;
   bool cuda;
   bool (*asked)(const AttendParams&);  // whether these params need it
@@ -24,7 +24,7 @@ struct Feature {
 
 std::span<const Feature> features();
 
-/// Throws Unsupported for a head of sizes past longspan/limits.hpp.
+/// Throws Unsupported for head sizes past longspan/limits.hpp.
 void check_head_dims(std::int64_t head_dim, std::int64_t value_dim);
 
 /// Throws Unsupported, naming the first feature that the params need and the device lacks.

@@ -1,6 +1,6 @@
-// What is attended to, without where anything lies: sizes and types, the sequences of a batch,
-// which rank holds which of their rows and keys, and what makes a score. It alone says where a
-// query row stands in its sequence.
+// The problem of an attention without any locations: sizes and types, the sequences of a batch,
+// which rank holds which of their rows and keys, and how scores are made. The position of a query
+// row in its sequence is computed only here.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +20,10 @@ struct Batch {
   const std::int32_t* kv_len = nullptr;       // [size], or null when size is 1
   const std::int64_t* key_start = nullptr;    // [size] first local key of each sequence; or null
   const std::uint8_t* causal = nullptr;       // [size] in place of Mask::causal; or null
-  bool skip_decode = false;    // sequences of one query are left out: nothing of theirs is written
+  bool skip_decode = false;    // sequences of one query are left out: nothing is written for them
   std::int64_t key_pitch = 0;  // without key_start: sequence b begins at local key b * key_pitch
-  // [size + 1] rows of the queries on all ranks, where AttendParams::queries says that this rank
-  // has a share of each sequence's; or null when size is 1
+  // [size + 1] rows of the queries on all ranks, if AttendParams::queries gives this rank a share
+  // of each sequence's; or null when size is 1
   const std::int32_t* whole_query_start = nullptr;
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
@@ -51,22 +51,22 @@ struct Geometry {
 
   Batch batch;
   Shard shard;
-  Shard queries;  // which of a sequence's query rows the rank has; with one rank, all. Without
-                  // whole_query_start, `length` counts the rows of the one sequence on all ranks.
-                  // It is not `listed`: the rows of a tile ascend
+  Shard queries;  // the rank's share of a sequence's query rows; with one rank, all. Without
+                  // whole_query_start, `length` is the number of rows of the one sequence on all
+                  // ranks. It is not `listed`: the rows of a tile ascend
   Mask mask;
   Documents documents;  // of the one sequence
   Score score;
   Bias bias;
   bool invariant = false;          // keep the fixed order also for long queries
   bool tf32 = false;               // fp32 products may be rounded to tf32
-  bool fp8_products = false;       // e4m3 q, k and v may be multiplied as they are, weights rounded
-                                   // to e4m3; scales are then positive
-  bool bf16_products = false;      // the host may make bf16 products with the processor's own
-                                   // instructions, weights rounded to bf16
-  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. It bounds scratch only
-  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. The kernels of
-                                   // longer ones are then not launched
+  bool fp8_products = false;       // e4m3 q, k and v may be multiplied without conversion, with
+                                   // weights rounded to e4m3; scales are then positive
+  bool bf16_products = false;      // the host may make bf16 products with the CPU's own
+                                   // instructions, with weights rounded to bf16
+  std::int64_t max_kv_len = 0;     // no sequence is longer; 0: unknown. It bounds only scratch
+  std::int64_t max_query_len = 0;  // no sequence has more queries; 0: unknown. Kernels for longer
+                                   // ones are not launched
 
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
@@ -77,7 +77,7 @@ struct Geometry {
     const std::int32_t* start = batch.whole_query_start;
     return start != nullptr ? start[b + 1] - start[b] : queries.length;
   }
-  /// The number among them of the rank's row `token` of sequence b. It ascends with `token`.
+  /// The index among them of the rank's row `token` of sequence b. It ascends with `token`.
   LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
     return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
   }
@@ -99,7 +99,7 @@ struct Geometry {
   }
 
  private:
-  // It takes the geometry by reference, so that few registers are taken where it is called.
+  // It takes the geometry by reference, to use few registers at the call.
   LONGSPAN_HD_APART static std::int64_t sharded_query_index(const Geometry& g, int b,
                                                             std::int64_t token) {
     return g.queries.for_sequence(b).position(token, g.whole_query_len(b));

@@ -1,7 +1,7 @@
-// A family of attention kernels says for itself which calls are its own, what they need and how
-// they end. Each device has its families in one ordered table: the first one that accepts a call
-// serves it, and nothing else chooses. `longspan info --kernels` prints the tables, and the docs
-// show what it prints.
+// A family of attention kernels declares which calls it accepts, what they need and how they end.
+// Each device has its families in one ordered table: the first one that accepts a call serves it,
+// and nothing else chooses. `longspan info --kernels` prints the tables, and the docs show its
+// output.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@
 
 namespace longspan::kernels {
 
-/// Where a family's rows end.
+/// How a family's rows end.
 enum class Ends : std::uint8_t {
-  in_states,  // always there
-  by_fold,    // the fold of the splits makes the result, where the keys are split
+  in_states,  // always possible
+  by_fold,    // if the keys are split, the fold of the splits makes the result
   itself,     // the kernel makes the result
 };
 
-/// What people read of a family.
+/// Texts about a family for people.
 struct FamilyWords {
   const char* name;
   const char* queries;
@@ -30,8 +30,8 @@ struct FamilyWords {
   const char* takes;
 };
 
-/// The families of a device, which says what its own are asked: `Asked` is what they are asked
-/// about beside the call, `Room` the scratch that they need, `Attend` the call of a kernel. What a
+/// The families of a device, which defines three types: `Asked`, what families are asked about
+/// besides the call; `Room`, the scratch that they need; `Attend`, the call of a kernel. What a
 /// family never does is null.
 template <class On>
 struct KernelFamily {
@@ -39,24 +39,24 @@ struct KernelFamily {
 
   typename On::Id id;
   FamilyWords words;
-  Ends ends;  // where rows can end: `finishes` says where those of a call do
-  /// Whether these rows are the family's, unless one ahead of it in the table takes them.
+  Ends ends;  // how its rows can end; `finishes` returns how those of a call do
+  /// Whether the family accepts these rows; a family before it in the table has precedence.
   bool (*accepts)(const AttendParams&, const Asked&);
-  /// Throws Unsupported for what only this family does, where the device has no such kernel.
+  /// Throws Unsupported for features of only this family, if the device has no such kernel.
   void (*check)(const AttendParams&, const Asked&) = nullptr;
-  /// The scratch that a call takes; and the most that any call within these limits does.
+  /// The scratch of a call; and the most of any call within these limits.
   std::size_t (*needs)(const AttendParams&, const Asked&) = nullptr;
   typename On::Room (*scratch)(const AttendParams&, const Asked&) = nullptr;
   typename On::Attend attend;
   /// How rows of this call end, if their result is wanted.
   Ends (*finishes)(const AttendParams&, const MergeParams&) = nullptr;
-  /// Whether the call may be queued while keys of other ranks still come (KeyArrivals).
+  /// Whether the call may be queued before all keys of other ranks have arrived (KeyArrivals).
   bool (*takes_arrivals)(const AttendParams&) = nullptr;
-  /// Whether the call writes its new keys and values into the cache itself.
+  /// Whether the call itself writes its new keys and values into the cache.
   bool (*writes_new_keys)(const AttendParams&) = nullptr;
 };
 
-/// Gives the first family that accepts, or null.
+/// Returns the first family that accepts, or null.
 template <class On>
 const KernelFamily<On>* first_that_accepts(std::span<const KernelFamily<On>> families,
                                            const AttendParams& p, const typename On::Asked& asked) {
@@ -74,7 +74,7 @@ struct FamilyRow {
   bool writes_new_keys;
 };
 
-/// All families of both devices, in the order in which they are asked.
+/// All families of both devices, in the order in which they are tried.
 std::vector<FamilyRow> family_rows();
 
 }  // namespace longspan::kernels

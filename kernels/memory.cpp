@@ -19,7 +19,7 @@ constexpr std::size_t kAlign = 256;  // bytes; cudaMalloc gives at least this
 void* allocate(Device device, std::size_t bytes) {
   void* data = nullptr;
   if (device == Device::host) {
-    if (bytes <= std::numeric_limits<std::size_t>::max() - kAlign)  // else rounding up gives 0
+    if (bytes <= std::numeric_limits<std::size_t>::max() - kAlign)  // otherwise rounding up gives 0
       data = std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign);
     if (data == nullptr)
       throw BackendError("asked for " + std::to_string(bytes) +
@@ -29,7 +29,7 @@ void* allocate(Device device, std::size_t bytes) {
 #if defined(LONGSPAN_HAVE_CUDA)
   const cudaError_t status = cudaMalloc(&data, bytes);
   if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // this error is reported here and is no state of the GPU
+    cudaGetLastError();  // this error is reported here and must not stay the GPU's last error
     std::size_t free = 0, total = 0;
     static_cast<void>(LONGSPAN_CUDA_WORKED(cudaMemGetInfo(&free, &total)));
     throw BackendError("asked for " + std::to_string(bytes) + " bytes of GPU memory and " +
@@ -62,7 +62,7 @@ void copy(Device device, void* to, const void* from, std::size_t bytes) {
   if (device == Device::cuda) {
     LONGSPAN_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyDefault));
     // From pageable memory the call returns before the bytes have arrived, and streams that do not
-    // wait for the default one would overtake them.
+    // wait for the default one would read too early.
     LONGSPAN_CUDA(cudaStreamSynchronize(nullptr));
   }
 #endif

@@ -1,18 +1,18 @@
-// Computes one element of a merge whose sum leaves fp32 though all its terms are finite: 3e38 and
+// Computes one element of a merge whose sum exceeds fp32 though all its terms are finite: 3e38 and
 // 3e38 have a mean, but no sum. The terms are scaled before they are added, and the mean is scaled
-// back. Host and CUDA come here for such elements alone, so that all others keep their bits and
-// their speed.
+// back. Host and CUDA use this only for such elements, so that all others keep their bits and their
+// speed.
 #pragma once
 
 #include "kernels/params.hpp"
 
 namespace longspan::kernels {
 
-/// The factor of a term: 2^32 of the largest numbers have a sum in this unit.
+/// The factor of a term: in this unit even 2^32 of the largest numbers have a sum.
 inline constexpr float kMergeUnit = 0x1p-32f;
 
-/// Takes a mean of terms out of that unit. It is no larger than they are: where a rounding carries
-/// it past the largest number, it is that number.
+/// Converts a mean of terms back from that unit. It is no larger than they are: if rounding carries
+/// it past the largest number, it becomes that number.
 LONGSPAN_HD inline float from_merge_unit(float mean) {
   constexpr float kMost = 0x1.fffffep127f * kMergeUnit;
   if (mean > kMost && mean < infinity()) mean = kMost;
@@ -20,9 +20,8 @@ LONGSPAN_HD inline float from_merge_unit(float mean) {
   return mean * (1.0f / kMergeUnit);
 }
 
-/// Element `column` of the merge of a row, ahead of the result's scale. An infinity among the terms
-/// stays one, as does a NaN. With `by_inverse` the sum divides as it does in CUDA's kernels of two
-/// parts.
+/// Element `column` of the merge of a row, before the result's scale. An infinity among the terms
+/// stays one, as does a NaN. With `by_inverse` the sum divides as in CUDA's kernels of two parts.
 LONGSPAN_HD inline float merge_scaled(const MergeOutputsParams& p, std::int64_t token, int head,
                                       int column, bool by_inverse = false) {
   Stats stats = empty_stats();

@@ -1,9 +1,9 @@
-// Keys and values move between two places of any form, run by run, as a list says.
+// Moves keys and values between two places of any form, run by run, following a list.
 //
 //     to[sequence, to_key + i] = from[sequence, from_key + i]      for i in [0, count)
 //
-// Either place is a cache, or rows side by side as they travel. Bytes stay as they are. Entries of
-// a block table that are no page of the cache are not followed: their keys are left out.
+// Either place is a cache, or contiguous rows as they travel. Bytes are unchanged. Entries of a
+// block table that are not a page of the cache are not followed: their keys are left out.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 
 namespace longspan::kernels {
 
-/// Keys that follow each other at both places.
+/// Keys that are consecutive at both places.
 struct KeyRun {
-  static constexpr std::int32_t kMostKeys = 16;  // that a list gives one run, for an even load
+  static constexpr std::int32_t kMostKeys = 16;  // of one run of a list, for an even load
 
   std::int64_t from_key = 0;
   std::int64_t to_key = 0;
@@ -26,16 +26,16 @@ struct KeyRun {
   std::int32_t count = 0;
 };
 
-/// Where the keys of a batch lie. Key i of sequence b is row i of the sequence's pages, or else row
-/// start[b] + i, or b * pitch + i.
+/// The location of the keys of a batch. Key i of sequence b is row i of the sequence's pages, or
+/// otherwise row start[b] + i, or b * pitch + i.
 struct KeyStore {
   KvRows k;
-  KvRows v;  // without data: there are no values
+  KvRows v;  // without data: no values
   Pages pages;
   const std::int64_t* start = nullptr;  // [batch]; or null
   std::int64_t pitch = 0;
 
-  /// The row of the cache that key i of sequence b is.
+  /// The row of the cache for key i of sequence b.
   LONGSPAN_HD CacheRow row(int b, std::int64_t i) const {
     if (!pages) return {0, (start != nullptr ? start[b] : b * pitch) + i};
     const std::int64_t page = pages.page(b, i);
@@ -53,7 +53,7 @@ struct MoveKeysParams {
   int kv_heads = 1;
   int head_dim = 0;
   int value_dim = 0;
-  RunHeaders headers;  // where ranks mean different runs, nothing is written (CUDA)
+  RunHeaders headers;  // if ranks report different runs, nothing is written (CUDA)
 };
 
 /// The keys, or the values, of such a move.

@@ -1,4 +1,4 @@
-// Stands in place of the CUDA backend in a build without CUDA.
+// Replaces the CUDA backend in a build without CUDA.
 #if !defined(LONGSPAN_HAVE_CUDA)
 
 #include "kernels/backend.hpp"
@@ -17,7 +17,7 @@ namespace {
 
 std::unique_ptr<Backend> cuda_backend() { refuse(); }
 
-// The table of the families is in every build, for those who read it.
+// The table of the families is in every build, for display.
 namespace cuda {
 
 bool attend_hopper(const AttendParams&, const Kind&, const MergeParams*, Stream) { refuse(); }

@@ -1,4 +1,4 @@
-// What a kernel is told: plain data, passed by value, where every pointer has its shape. Host and
+// The parameters of kernels: plain data, passed by value, with the shape of every pointer. Host and
 // CUDA kernels take the same structs.
 #pragma once
 
@@ -16,9 +16,9 @@
 namespace longspan::kernels {
 
 /// Writes new keys and values into this rank's cache. Row t of the batch goes to slot slots[t] =
-/// page * page_size + row (< 0: nowhere). Without `slots` it goes to where its sequence's shard and
-/// page table put position kv_len - q_len + t, if this rank owns it. It is stored as kv_dtype: x /
-/// scale, fp8 saturating. Slots must differ.
+/// page * page_size + row (< 0: not written). Without `slots` it goes to the place of position
+/// kv_len - q_len + t by its sequence's shard and page table, if this rank owns it. It is stored as
+/// kv_dtype: x / scale, fp8 saturating. Slots must be distinct.
 struct AppendParams {
   DType dtype = DType::fp32;     // of the new rows
   DType kv_dtype = DType::fp32;  // of the cache
@@ -27,7 +27,7 @@ struct AppendParams {
   int head_dim = 0;
   int value_dim = 0;
   Rows new_k;  // [tokens, kv_heads, head_dim]
-  Rows new_v;  // [tokens, kv_heads, value_dim]; null where the values are the first columns of the
+  Rows new_v;  // [tokens, kv_heads, value_dim]; null if the values are the first columns of the
                // keys
   KvRows k;    // the cache, contiguous (slots count rows) or in pages
   KvRows v;
@@ -49,7 +49,7 @@ inline void set_sizes(AppendParams& append, const Geometry& g) {
   append.value_dim = g.value_dim;
 }
 
-/// Makes the new keys and values of an attention an append of their own.
+/// Turns the new keys and values of an attention into a separate append.
 inline AppendParams append_of(const AttendParams& p) {
   AppendParams append;
   set_sizes(append, p);
@@ -65,11 +65,11 @@ inline AppendParams append_of(const AttendParams& p) {
   return append;
 }
 
-/// What is wrong with the arrays of a request. `none` is 0.
+/// Faults in the arrays of a request. `none` is 0.
 enum class Fault : std::int32_t {
   none,
   query_start,  // does not start at 0, descends, or ends past the rows
-  apart,        // a sequence does not begin where q, whose sequences lie apart, has its rows
+  apart,        // a sequence does not begin at its rows in q, whose sequences lie apart
   kv_len,       // negative
   too_long,     // a sequence has more keys than the cache or its row of the table holds
   page,         // an entry that a visible key needs is not a page
@@ -81,7 +81,7 @@ enum class Fault : std::int32_t {
   too_many,     // all sequences together have more keys than max_total_keys
 };
 
-/// The first fault that was found: which sequence or token, which column, and the value.
+/// The first fault found: which sequence or token, which column, and the value.
 struct FaultReport {
   Fault fault = Fault::none;
   std::int32_t where = 0;
@@ -89,8 +89,8 @@ struct FaultReport {
   std::int64_t value = 0;
 };
 
-/// Checks the arrays of an attend (or append) where they lie. `report` keeps the first fault that
-/// it was ever given, so that it can be read later.
+/// Checks the arrays of an attend (or append) on their device. `report` keeps the first fault it
+/// was ever given, so that it can be read later.
 struct CheckParams {
   Geometry geometry;
   Pages pages;
@@ -113,8 +113,8 @@ inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
           .sequence_rows = p.q.gap.rows};
 }
 
-/// Tells where sharded query rows stand in the whole q, or in the part of it that neighbouring
-/// ranks hold together. The i-th row of the batch that rank first + p has is row map[p * capacity +
+/// Computes the index of sharded query rows in the whole q, or in the part of it that neighbouring
+/// ranks hold together. The i-th row of the batch on rank first + p has index map[p * capacity +
 /// i], -1 past its last.
 struct MapParams {
   Shard shard;  // of the query rows; rank is ignored
@@ -123,10 +123,12 @@ struct MapParams {
   std::int64_t capacity = 0;
   std::int64_t* map = nullptr;  // [ranks, capacity]
   int first = 0;
-  Shard part;                                // of the rows, that `ranks` ranks hold together
-  const std::int32_t* part_start = nullptr;  // [batch + 1] of its sequences, where it is not all
+  Shard part;                                // the share of the rows that `ranks` ranks hold
+                                             // together
+  const std::int32_t* part_start = nullptr;  // [batch + 1] starts of its sequences, if it is not
+                                             // all
 
-  /// The row of the i-th that `own` has of sequence b.
+  /// The index of the i-th row that `own` has of sequence b.
   LONGSPAN_HD std::int64_t row(const Shard& own, int b, std::int64_t i) const {
     const std::int64_t length = batch.query_len(b, shard.length);
     const std::int64_t position = own.position(i, length);
@@ -135,19 +137,19 @@ struct MapParams {
   }
 };
 
-/// to[map[i]] = from[i] where map[i] is one of `places`; a null map copies. Rows have any size, at
-/// any address.
+/// to[map[i]] = from[i] if map[i] is one of `places`; a null map copies. Rows have any size, at any
+/// address.
 struct PlaceParams {
   const std::byte* from = nullptr;    // [count, row_bytes]
   std::byte* to = nullptr;            // [any, row_bytes]
   const std::int64_t* map = nullptr;  // [count], or null
   std::int64_t count = 0;
   std::int64_t row_bytes = 0;
-  // The rows of `to`, where the map came from other ranks and may hold anything.
+  // The rows of `to`, if the map came from other ranks and may hold anything.
   std::int64_t places = std::numeric_limits<std::int64_t>::max();
 };
 
-/// The widest word, up to 16 bytes, that divides the rows and the addresses that they begin at.
+/// The widest word, up to 16 bytes, that divides the rows and their start addresses.
 inline int place_word(const PlaceParams& p) {
   const std::uintptr_t all = reinterpret_cast<std::uintptr_t>(p.from) |
                              reinterpret_cast<std::uintptr_t>(p.to) |
@@ -157,7 +159,7 @@ inline int place_word(const PlaceParams& p) {
   return 1;
 }
 
-/// Finds the first local key of each sequence when the rank's keys are packed: an exclusive prefix
+/// Computes the first local key of each sequence if the rank's keys are packed: an exclusive prefix
 /// sum of shard.local_len(kv_len[b]).
 struct KeyStartParams {
   Shard shard;
@@ -167,14 +169,14 @@ struct KeyStartParams {
   std::int64_t* key_start = nullptr;  // [batch]
 };
 
-/// Finds the first row of each sequence among the query rows that a rank has of a batch: a prefix
-/// sum of shard.local_len(query_len of b), with the end of the last one.
+/// Computes the first row of each sequence among a rank's query rows of a batch: a prefix sum of
+/// shard.local_len(query_len of b), including the end of the last one.
 struct RowStartParams {
   Shard shard;
   const std::int32_t* whole_start = nullptr;  // [batch + 1] rows of all ranks
   int batch = 0;
   std::int32_t* start = nullptr;  // [batch + 1]
-  // That the rank has, where it is known: no start is behind them.
+  // The rank's rows, if known: no start exceeds them.
   std::int64_t rows = std::numeric_limits<std::int32_t>::max();
 
   LONGSPAN_HD std::int32_t within(std::int64_t row) const {
@@ -182,8 +184,8 @@ struct RowStartParams {
   }
 };
 
-/// Cuts each sequence at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0 is
-/// 0). That is the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
+/// Splits each sequence at its context: ranges[b] = {0, kv_len - q_len, kv_len} (a context below 0
+/// is 0). This is the table of a Layout::ranges of two "ranks", the cached keys and the new ones.
 struct ContextCutParams {
   Batch batch;
   std::int64_t tokens = 0;

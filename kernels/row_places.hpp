@@ -1,4 +1,4 @@
-// Finished rows that end in the memory of several ranks.
+// Finished rows whose destination is the memory of several ranks.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace longspan::kernels {
 
-/// Where each row of a result ends, in place of MergeParams::out and lse, of which the distances of
-/// rows and heads of `out` hold for all.
+/// The destination of each row of a result, in place of MergeParams::out and lse; the row and head
+/// strides of `out` apply to all.
 struct RowPlaces {
-  /// Neighbouring rows that end in the memory of one rank.
+  /// Neighbouring rows whose destination is the memory of one rank.
   struct Stretch {
     int begin;       // the first; they end where the next stretch begins
-    std::byte* out;  // of that row and head 0
-    float* lse;      // likewise, one row behind the other
+    std::byte* out;  // for that row and head 0
+    float* lse;      // the same, rows are contiguous
     std::int64_t lse_head_stride;
   };
   static constexpr int kMostStretches = 32;

@@ -15,7 +15,7 @@ void RowPuts::add(const StridedCopy& copy, std::int64_t part_width, int every) {
 }
 
 void RowPuts::divide() {
-  // Enough for a warp's loads to be under way together, of wide rows too.
+  // Enough to keep a warp's loads in flight together, even for wide rows.
   constexpr std::int64_t kUnitBytes = 8 << 10, kLeastRows = 4;
   std::int64_t widest = 1, longest = 0;
   for (int i = 0; i < blocks; ++i) {

@@ -1,5 +1,5 @@
 // The widest word in which rows of a cache can be copied: it divides the address, the strides, and
-// what lies together.
+// each contiguous chunk.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace longspan::kernels {
 
-/// Up to 16 bytes; `element_bytes` where elements of a row do not lie side by side. A copy takes
-/// the narrower word of its two ends.
+/// Up to 16 bytes; `element_bytes` if elements of a row are not adjacent. A copy uses the narrower
+/// word of its two ends.
 inline int row_word(const KvRows& rows, bool in_pages, int dim, int element_bytes) {
   if (rows.dim_stride != 1) return element_bytes;
   std::int64_t strides = rows.row_stride | rows.head_stride | dim;

@@ -1,5 +1,5 @@
-// Tensors as a kernel sees them: plain data, an address and strides. Host and CUDA kernels take the
-// same structs.
+// Tensors for kernels: plain data, an address and strides. Host and CUDA kernels take the same
+// structs.
 //
 // Names: tokens = query rows over the batch, heads, kv_heads, head_dim (of queries and keys),
 // value_dim (of values, states and results), kv_len, ranks; group = heads / kv_heads. A "row" of a
@@ -29,13 +29,14 @@ struct Rows {
   }
 };
 
-/// How far apart the sequences of a batch lie, beyond rows at equal steps. A dense [batch, heads,
-/// tokens, columns] has `rows` = tokens, and the rows of the other heads are the gap.
+/// The extra distance between the sequences of a batch whose rows otherwise have equal steps. A
+/// dense [batch, heads, tokens, columns] has `rows` = tokens, and the rows of the other heads are
+/// the gap.
 struct SequenceGap {
   std::int64_t elements = 0;
-  std::uint32_t rows = 0;  // of each sequence; 0: all rows stand at equal steps
+  std::uint32_t rows = 0;  // of each sequence; 0: all rows have equal steps
 
-  /// The elements of all gaps ahead of a row of the batch.
+  /// The elements of all gaps before a row of the batch.
   LONGSPAN_HD std::int64_t before(std::int64_t row) const {
     return rows == 0 ? 0 : static_cast<std::uint32_t>(row) / rows * elements;
   }
@@ -59,8 +60,8 @@ struct TokenRows : Rows {
   }
 };
 
-/// Keys or values, contiguous or in pages. A key's row of one head lies in chunks of `chunk`
-/// elements: element d stands at
+/// Keys or values, contiguous or in pages. A key's row of one head is stored in chunks of `chunk`
+/// elements: element d is at
 ///     page * page_stride + row * row_stride + head * head_stride
 ///     + d / chunk * chunk_stride + d % chunk * dim_stride.
 /// Dense rows have chunk_stride = chunk and dim_stride = 1. K in x-packed pages [pages, kv_heads,
@@ -82,9 +83,9 @@ struct KvRows : Rows {
   }
 };
 
-/// Tells where the pages of a sequence are: local key i of sequence b lies in row i % page_size of
-/// page table[b * row_stride + i / page_size * column_stride]. Entries that no visible key needs
-/// may hold anything and are not read.
+/// The pages of a sequence: local key i of sequence b lies in row i % page_size of page table[b *
+/// row_stride + i / page_size * column_stride]. Entries that no visible key needs may hold anything
+/// and are not read.
 struct Pages {
   const std::int32_t* table = nullptr;  // [batch, columns]; null: the keys are contiguous
   std::int64_t row_stride = 0;
@@ -99,10 +100,10 @@ struct Pages {
   }
 };
 
-/// Keys that lie in several places, as ranks have sent them; on processors alone. A span's rows
-/// stand side by side, from k and from v on, up to the first row of the next span.
+/// Keys that lie in several places, as received from ranks; only on CPUs. A span's rows are
+/// contiguous, from k and from v on, up to the first row of the next span.
 struct KeySpan {
-  std::int64_t first = 0;  // row, of all sequences together
+  std::int64_t first = 0;  // row, over all sequences
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
 };
@@ -113,9 +114,9 @@ struct KeySpans {
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
 };
 
-/// The states of `rows` rows in `slots` equal slots, which lie `slot_bytes` apart: one slot per
-/// rank, or per split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is
-/// the value_dim of the attention.
+/// The states of `rows` rows in `slots` equal slots, `slot_bytes` apart: one slot per rank, or per
+/// split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is the value_dim
+/// of the attention.
 struct StateSlots {
   std::byte* data = nullptr;
   std::int64_t rows = 0;

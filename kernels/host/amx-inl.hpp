@@ -1,10 +1,11 @@
-// Products of bf16 on AMX, and the weights between them. A tile register has 16 rows of 64
-// bytes. One instruction adds, to each fp32 of 16 x 16, the 32 products of a row on the left and a
-// column on the right, whose pairs of the depth lie side by side:
+// Products of bf16 on AMX, and the weights between them. A tile register has 16 rows of 64 bytes.
+// For each fp32 of 16 x 16, one instruction adds the 32 products of a row on the left and a column
+// on the right, whose pairs of the depth are adjacent:
 //
 //     c[r, n] += sum over d in [0, 16) of a[r, 2 d] b[d, n, 0] + a[r, 2 d + 1] b[d, n, 1]
 //
-// The order of the sums is the instruction's, alike for each element. Subnormal factors count as 0.
+// The order of the sums is that of the instruction, the same for each element. Subnormal factors
+// count as 0.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_AMX_INL) == defined(HWY_TARGET_TOGGLE)
@@ -35,7 +36,7 @@ namespace HWY_NAMESPACE {
 using Element = Bf16Space::Element;
 constexpr int kTile = Bf16Space::kTile;
 
-/// The tile registers while it lives: all of 16 rows of 64 bytes.
+/// Configures the tile registers during its lifetime: all with 16 rows of 64 bytes.
 class TileRegisters {
  public:
   TileRegisters() {
@@ -51,21 +52,22 @@ class TileRegisters {
   TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-/// Loads of tiles come after stores that stand before this. GCC's do not say that they read memory.
+/// Keeps loads of tiles after earlier stores. GCC's intrinsics do not declare that they read
+/// memory.
 HWY_INLINE void stores_end() { std::atomic_signal_fence(std::memory_order_seq_cst); }
 
-/// Where tiles of a factor lie.
+/// Location of the tiles of a factor.
 struct Operand {
   const Element* data = nullptr;
-  std::int64_t along = 0;    // elements from tile to tile of the rows of A, or of the columns of B
-  std::int64_t depth = 0;    // and of the depth
+  std::int64_t along = 0;    // elements from tile to tile along the rows of A, or the columns of B
+  std::int64_t depth = 0;    // and along the depth
   std::int64_t stride = 64;  // of A: bytes from row to row of a tile
 };
 
-/// C = A B, in steps, so that other work can go between them: a step adds one tile of the depth to
+/// C = A B, in steps, so that other work can be interleaved. A step adds one tile of the depth to
 /// the sums of one or two tiles of rows by as many of columns, in tile registers 0 to 3, or stores
-/// them: at once behind their last product it would wait for it. Products follow each other; they
-/// do not overlap.
+/// them. A store directly after their last product would wait for it. Products run one after
+/// another; they do not overlap.
 class TileProduct {
  public:
   TileProduct() = default;
@@ -130,7 +132,7 @@ class TileProduct {
   Operand a_, b_;
   float* c_ = nullptr;
   std::int64_t c_stride_ = 0;
-  int depth_ = 0, rows_ = 0, columns_ = 0;  // in tiles; columns that are left
+  int depth_ = 0, rows_ = 0, columns_ = 0;  // in tiles; remaining columns
   int d_ = 0;
 };
 
@@ -146,7 +148,7 @@ HWY_INLINE __m512 exp2_floor(__m512 x) {
   return _mm512_scalef_ps(p, x);
 }
 
-/// The sum, or what else f says, of neighbours, and so on.
+/// Reduces neighbours with f, in pairs: sums, for example.
 template <int kVecs, class F>
 HWY_INLINE __m512 fold_vectors(const __m512 (&v)[kVecs], F f) {
   __m512 pairs[kVecs / 2];
@@ -158,9 +160,9 @@ HWY_INLINE __m512 fold_vectors(const __m512 (&v)[kVecs], F f) {
   if constexpr (kVecs == 8) return f(f(pairs[0], pairs[1]), f(pairs[2], pairs[3]));
 }
 
-/// Makes weights, rounded to bf16, of scores times a positive factor, of which a row sees `own`;
-/// returns its max and the sum of the weights before they are rounded. The weights may take the
-/// place of the scores. No row of the block sees keys past kVecs * 16, which would add exact zeros.
+/// Turns scores times a positive factor, of which a row sees `own`, into weights rounded to bf16;
+/// returns the max and the sum of the weights before rounding. The weights may overwrite the
+/// scores. No row of the block sees keys past kVecs * 16, which would add exact zeros.
 template <int kVecs>
 HWY_INLINE Stats weigh_bf16(const float* scores, Range own, float factor, Element* weights) {
   __m512 s[kVecs];
@@ -178,7 +180,7 @@ HWY_INLINE Stats weigh_bf16(const float* scores, Range own, float factor, Elemen
   }
   const __m512 top = fold_vectors(s, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
   const float max = _mm512_reduce_max_ps(top) * factor;
-  // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by max, stays
+  // If no key is visible, the weights are exp2(-inf) = 0. A NaN, whether max keeps it or not, stays
   // in its weight.
   const __m512 shift = _mm512_set1_ps(max == -infinity() ? 0.0f : max);
   const __m512 times = _mm512_set1_ps(factor);

@@ -1,4 +1,4 @@
-// Writes new keys and values into this rank's cache, row by row to its slot, rounded once to the
+// Writes new keys and values into this rank's cache, row by row to their slots, rounded once to the
 // cache's type.
 //
 //     cache[slot] = x / scale

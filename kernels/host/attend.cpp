@@ -1,6 +1,6 @@
-// Attends a batch, cut into tiles (sequence, kv head, rows), which threads take in turn. Where
-// there are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of
-// the fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, is
+// Attends a batch, cut into tiles (sequence, kv head, rows), which threads take in turn. If there
+// are too few tiles to keep the threads busy (decode), a tile is cut further, by leaves of the
+// fixed order. Its parts are whole subtrees, so folding them afterwards, neighbours first, gives
 // the same tree.
 #include <algorithm>
 #include <array>
@@ -26,10 +26,10 @@ constexpr int kSegmentsPerPart = 4;  // a part of fewer segments is not worth a 
 std::size_t round_up(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 int round_up(int rows, int step) { return (rows + step - 1) / step * step; }
 
-/// How the scratch is laid out: [batch + 1] first tile of each sequence, then a TileSpace (or
-/// Bf16Space) per thread, then the states of parts, then keys that are packed ahead.
+/// The layout of the scratch: [batch + 1] first tile of each sequence, then a TileSpace (or
+/// Bf16Space) per thread, then the states of parts, then keys that are packed in advance.
 struct Layout {
-  std::array<int, kFamilies> rows;  // most of a tile of each family; 0 where no call takes it
+  std::array<int, kFamilies> rows;  // most rows of a tile of each family; 0 if no call uses it
   std::size_t tiles_bytes, space_bytes = 0, part_bytes, packed_bytes;
   int parts;  // most parts, over all tiles
 
@@ -51,7 +51,7 @@ struct Layout {
   }
 };
 
-/// The depth of the stack that sequences of this length need.
+/// The depth of the stack for sequences of this length.
 int levels_of(const SegmentOrder& order) {
   std::int64_t most = 1;
   for (int leaf = 0; leaf < order.leaves; ++leaf) most = std::max(most, order.count(leaf));
@@ -87,7 +87,7 @@ class AttendRun {
           layout_.rows[kAmx],
           bf16_room / Bf16Space::row_bytes(p, levels_) / kBf16BlockRows * kBf16BlockRows));
     }
-    // Smaller tiles, where large ones are too few to even out the threads' work.
+    // Smaller tiles, if large ones are too few to balance the threads' work.
     const std::int64_t share = rows / layout_.parts;
     const auto even_out = [&](int most, int least, int step) {
       if (share >= most || most <= least) return most;
@@ -154,7 +154,7 @@ class AttendRun {
     return {spaces_ + thread * layout_.space_bytes, p_, bf16_rows_, levels_};
   }
 
-  /// Attends a tile in the thread's memory, where its states then lie.
+  /// Attends a tile in the thread's memory, where its states stay.
   TileStates attend(const Tile& tile, int thread) const {
     const TileStates states =
         serving(p_, tile.sequence.index)
@@ -171,7 +171,7 @@ class AttendRun {
 
   std::int64_t tiles() const { return first_tile_[p_.batch.size]; }
 
-  /// Attends where the states of parts of the keys are results themselves, one slot each.
+  /// Attends if the states of parts of the keys are themselves results, one slot each.
   void attend_key_parts(ThreadPool& pool, std::int64_t first, std::int64_t end) {
     pool.run((end - first) * p_.parts.count, [&](std::int64_t number, int thread) {
       const std::int64_t item = first * p_.parts.count + number;
@@ -195,7 +195,7 @@ class AttendRun {
     return (s.query_len * group_ + rows - 1) / rows;
   }
 
-  /// Those before a head of a round (PackedKeys).
+  /// The tiles before a head of a round (PackedKeys).
   std::int64_t tiles_before(std::int64_t head) const {
     const int b = static_cast<int>(head / p_.kv_heads),
               within = static_cast<int>(head % p_.kv_heads);
@@ -204,8 +204,8 @@ class AttendRun {
 
   int head_groups(int heads) const { return (p_.kv_heads + heads - 1) / heads; }
 
-  /// The kv heads of a tile. Where few rows read the keys, the heads of a key lie side by side in
-  /// memory, and are read together.
+  /// The kv heads of a tile. If few rows read the keys, the heads of a key are adjacent in memory
+  /// and are read together.
   int heads_of(const Sequence& s) const {
     const std::int64_t rows = s.query_len * group_;
     if (rows == 0 || rows > kFewRows || is_amx(s)) return 1;
@@ -216,8 +216,8 @@ class AttendRun {
     return tiles_per_head(s) * head_groups(heads_of(s));
   }
 
-  /// Gives a tile by its number. Tiles of one kv head follow each other, so that threads share its
-  /// keys in the cache; later rows come first, since a causal mask gives them the most work.
+  /// Returns a tile by its number. Tiles of one kv head follow each other, so that threads share
+  /// its keys in the cache. Later rows come first, since a causal mask gives them the most work.
   Tile at(std::int64_t index, int part) const {
     const std::int64_t* next = std::upper_bound(first_tile_, first_tile_ + p_.batch.size, index);
     const int b = static_cast<int>(next - first_tile_) - 1;
@@ -243,7 +243,7 @@ class AttendRun {
     return reinterpret_cast<float*>(part_states_ + item * layout_.part_bytes);
   }
 
-  /// Stores states in the rows' slot; with `resume`, folds them onto what stands there.
+  /// Stores states in the rows' slot; with `resume`, folds them into the states there.
   void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
     for (int i = 0; i < tile.states(); ++i) {
       const std::int64_t of_head = tile.first + i % tile.rows;

@@ -1,12 +1,12 @@
-// Attends one tile with the processor's own products of bf16. The order is that of attend_tile.cpp,
-// a state for each segment of 128 keys and their fold in a tree; what differs is the products,
-// whose sums have the order of the instructions, and the weights, which are rounded to bf16:
+// Attends one tile with the CPU's own products of bf16. The order is that of attend_tile.cpp: a
+// state for each segment of 128 keys, folded in a tree. Two things differ: the sums of products
+// have the order of the instructions, and the weights are rounded to bf16:
 //
 //     s = score(Q K^T),   m = max s,   p = exp2(s - m),   l = sum p,   o = bf16(p) V
 //
-// Blocks of rows take a segment from the first product to the fold, so that all of a block stays in
-// the first-level cache; keys and values are packed once for all blocks of the tile. A row has the
-// same bits in every tile, as there.
+// A block of rows takes a segment from the first product to the fold, so all of a block stays in
+// the L1 cache. Keys and values are packed once for all blocks of the tile. A row has the same bits
+// in every tile, as there.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -75,7 +75,8 @@ class Bf16TileRun {
     const TileRegisters registers;
     pack_queries();
     FoldStack stack;
-    // A segment waits for the next one, which says what folds behind it, and is prefetched.
+    // A segment is processed when the next one is known, which determines the folds after it and is
+    // prefetched.
     Seen *seen = seen_, *next = seen_ + 1;
     bool waits = false;
     int level = 0;
@@ -131,7 +132,7 @@ class Bf16TileRun {
           }
         }
         for (int c = 0; c < p_.head_dim; c += kLanes8) {
-          const auto bits = hn::BitCast(words, load(Lanes8(), q + c));  // all of them are bf16
+          const auto bits = hn::BitCast(words, load(Lanes8(), q + c));  // all inputs are bf16
           hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(hn::RebindToSigned<Lanes8>(),
                                                       hn::ShiftRight<16>(bits))),
                      narrow, to + c / 32 * kTile + c % 32);
@@ -140,7 +141,7 @@ class Bf16TileRun {
     });
   }
 
-  /// What the tile sees of a segment.
+  /// The keys of a segment that the tile sees.
   struct Seen {
     Segment segment;
     Range any;                             // of all rows
@@ -163,7 +164,7 @@ class Bf16TileRun {
     if (!packed_) find_seen(p_, tile_, visible_, tile_.kv_head, segment, any, 0, seen.rows);
   }
 
-  /// Finds the operands of the segment, or packs them.
+  /// Finds the packed operands of the segment, or packs them.
   void pack(const Seen& seen) {
     if (packed_) {
       k_ = packed_.at<Element>(seen.segment.first);
@@ -177,9 +178,9 @@ class Bf16TileRun {
     v_ = k_ + Bf16Space::key_elements(p_);
   }
 
-  /// Writes the states of one segment to `level`, and folds. While the softmax of a block is made,
-  /// by the vector units, the matrix unit has the values of the block before and the keys of the
-  /// block behind it.
+  /// Writes the states of one segment to `level`, and folds. While the vector units compute the
+  /// softmax of a block, the matrix unit multiplies the values of the block before and the keys of
+  /// the block after it.
   void attend_segment(const Seen& seen, int level, const Folds& folds, const Seen* next) {
     pack(seen);
     if (p_.bias) bias_.start(seen.segment);
@@ -210,11 +211,11 @@ class Bf16TileRun {
     finish_block(seen, active[count - 1], count - 1, level, folds);
   }
 
-  /// Prefetches what the operands of a segment are, or are made of, line by line.
+  /// Prefetches the operands of a segment, or their sources, line by line.
   class Ahead {
    public:
     Ahead() = default;
-    /// Operands that are packed.
+    /// Operands that are already packed.
     explicit Ahead(LinesAhead packed) : packed_(packed) {}
     /// Rows of keys and values, in turn.
     Ahead(const KeyRows& rows, const AttendParams& p)
@@ -255,8 +256,8 @@ class Bf16TileRun {
 
   static int halves(int rows) { return rows > 16 ? 2 : 1; }
 
-  // `place` is where the scores of a block lie, whose place its weights take: those of neighbours
-  // lie apart.
+  // Scores of a block at `place`; its weights overwrite them. Neighbouring blocks use different
+  // places.
   float* scores(int place, int row) const {
     return space_.scores + (place % 2 * kBf16BlockRows + row) * kSegment;
   }
@@ -287,7 +288,7 @@ class Bf16TileRun {
             columns_};
   }
 
-  /// Makes the weights of a block's scores, and the two products meanwhile.
+  /// Computes the weights of a block's scores, interleaved with the two products.
   void weigh_block(const Seen& seen, int block, int place, int level, TileProduct values,
                    TileProduct keys, Ahead& ahead, int lines) {
     const auto weigh = [&]<int kVecs>() {
@@ -334,12 +335,12 @@ class Bf16TileRun {
     }
   }
 
-  /// Where o of a block's leaf lies: one that folds at once is not kept.
+  /// The o of a block's leaf; a leaf that folds at once is not kept.
   float* leaf(int block, int level, const Folds& folds) const {
     return folds.count > 0 ? space_.leaf : o(level, block * kBf16BlockRows);
   }
 
-  /// What follows the products of a block.
+  /// The work after the products of a block.
   void finish_block(const Seen& seen, int block, int place, int level, const Folds& folds) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     float* const of_block = leaf(block, level, folds);
@@ -352,7 +353,7 @@ class Bf16TileRun {
     fold_block(block, folds);
   }
 
-  /// Makes scores of the products of a row: what weigh_bf16 alone does not do.
+  /// Turns the products of a row into scores, for options that weigh_bf16 does not handle.
   void score(int row, Range keys, float* scores) {
     const __m512 factor = _mm512_set1_ps(factor_);
     for (int j = keys.begin; j < keys.end; j += 16)
@@ -361,7 +362,7 @@ class Bf16TileRun {
     if (p_.bias) bias_.add(tile_.kv_head, row, keys, scores);
   }
 
-  /// Multiplies again rows that a key which they do not see made infinite or NaN, without the
+  /// Recomputes rows that became infinite or NaN because of a key that they do not see, without the
   /// values of keys of weight 0.
   void mend(Range keys, int rows, int place, float* of_block) {
     for (int r = 0; r < rows; ++r) {
@@ -385,7 +386,7 @@ class Bf16TileRun {
     }
   }
 
-  /// The folds of a block: those of fold_states.
+  /// The folds of a block, as in fold_states.
   void fold_block(int block, const Folds& folds) {
     const int row = block * kBf16BlockRows, rows = rows_of(block);
     for (int i = 0; i < folds.count; ++i) {
@@ -407,15 +408,15 @@ class Bf16TileRun {
   const PackedSegments& packed_;
   const Bf16Space& space_;
   const VisibleRows<kBf16Rows> visible_;
-  Seen seen_[2];  // the segment at hand, and the next one
+  Seen seen_[2];  // the current segment, and the next one
   SegmentBias bias_;
   const int depth_, columns_;  // tiles of a row of keys, and of values
   const int blocks_;
   float factor_;                // of the scores
-  bool in_one_;                 // the factor, the mask and the softmax are all there is
-  const Element* k_ = nullptr;  // the operands of the segment at hand
+  bool in_one_;                 // only the factor, the mask and the softmax are needed
+  const Element* k_ = nullptr;  // the operands of the current segment
   const Element* v_ = nullptr;
-  bool finite_ = true;  // the values
+  bool finite_ = true;  // the values are
 };
 
 void attend_bf16_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
@@ -455,8 +456,8 @@ void attend_bf16_tile(const AttendParams& params, const Tile& tile, const Packed
 
 namespace {
 
-/// Whether the processor has AMX with bf16 and conversions to it, and the system lets this process
-/// use them: Linux gives the state of the registers to processes that ask.
+/// Whether the CPU has AMX with bf16 and conversions to it, and the system lets this process use
+/// them: Linux enables the register state on request.
 bool has_amx() {
 #if LONGSPAN_COMPILES_AMX && (HWY_TARGETS & (HWY_AVX3 | HWY_AVX3_DL))
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;

@@ -4,8 +4,8 @@
 //
 // into a state per row, and the states fold in the fixed order. A row has the same bits in every
 // tile: its products are chains (multiply-inl.hpp), its sum of weights has a shape of 16 lanes over
-// the whole segment, and keys that it does not see add exact zeros, or nothing at all. How keys and
-// values are stored (pages, layout, type) ends where they are packed.
+// the whole segment, and keys that it does not see add exact zeros, or nothing. After packing, the
+// storage of keys and values (pages, layout, type) does not matter.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -52,8 +52,8 @@ HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
 }
 
 /// Turns the scores of kRows rows, 128 apart, into their weights, in place, and writes their max
-/// and sum. `keys` is aligned to 16. Rows wait for nothing but their own max, so several at once
-/// hide how long that takes.
+/// and sum. `keys` is aligned to 16. A row waits only for its own max, so several rows at once hide
+/// that latency.
 template <int kRows>
 HWY_INLINE void weigh(float* scores, Range keys, Stats* stats) {
   const Lanes d;
@@ -64,7 +64,7 @@ HWY_INLINE void weigh(float* scores, Range keys, Stats* stats) {
       top[r] = hn::Max(top[r], hn::Load(d, scores + r * kSegment + j));
   for (int r = 0; r < kRows; ++r) {
     const float max = stats[r].max = hn::GetLane(hn::MaxOfLanes(d, top[r]));
-    // Where all keys are invisible, the weights are exp2(-inf) = 0. A NaN, lost or not by Max,
+    // If no key is visible, the weights are exp2(-inf) = 0. A NaN, whether Max keeps it or not,
     // stays in its weight.
     shift[r] = hn::Set(d, max == -infinity() ? 0.0f : max);
     for (Vec& sum : sums[r]) sum = hn::Zero(d);
@@ -82,9 +82,8 @@ HWY_INLINE void weigh(float* scores, Range keys, Stats* stats) {
   for (int r = 0; r < kRows; ++r) stats[r].sum = sum_lanes(sums[r]);
 }
 
-/// Computes what multiply does, but leaves out keys of weight 0, so that NaN or infinity in the
-/// values of a key that this row does not see (and another row of the tile does) stays away from
-/// it.
+/// Computes the same as multiply, but skips keys of weight 0. NaN or infinity in the values of a
+/// key that this row does not see (but another row of the tile does) then does not reach it.
 void multiply_seen(const float* weights, const float* v, Range keys, float* o, int columns) {
   const Lanes d;
   for (int c = 0; c < columns; c += kLanes) {
@@ -133,7 +132,7 @@ class TileRun {
     const auto merge = [this](int a, int b) {
       fold_states(stats(a), o(a, 0), stats(b), o(b, 0), tile_.states(), padded_);
     };
-    // A segment waits for the next one, which it prefetches.
+    // A segment is processed when the next one is known, which it prefetches.
     std::optional<Segment> segment;
     int level = 0;
     visible_.for_each_segment([&](std::uint64_t index, const Segment& next) {
@@ -148,7 +147,7 @@ class TileRun {
   }
 
  private:
-  // Row r of head h has place h * rows + r among the states of a level, and in q.
+  // Row r of head h has index h * rows + r among the states of a level, and in q.
   Stats* stats(int level) const { return space_.stats + level * space_.rows; }
   float* o(int level, int place) const {
     return space_.o + (std::int64_t{level} * space_.rows + place) * padded_;
@@ -209,7 +208,7 @@ class TileRun {
       ahead_ = packed_ && next != nullptr
                    ? LinesAhead(packed_.at<std::byte>(next->first), packed_.bytes)
                    : LinesAhead();
-      // By every product, of two panels of keys and those of values.
+      // Spread over every product: of two panels of keys and of those of values.
       lines_ = ahead_.count() / ((2 + TileSpace::panels(p_.value_dim)) * blocks_) + 1;
       multiply_queries_keys();
       weigh_rows(segment, level, 0);
@@ -219,8 +218,8 @@ class TileRun {
     attend_few(segment, any, level, next);
   }
 
-  /// The same for few rows of all heads. Keys, and then values, are read a few at a time, of one
-  /// head after the other, which is the order in which they lie where heads are side by side.
+  /// The same for few rows of all heads. Keys, and then values, are read a few at a time, one head
+  /// after another, which is their order in memory if heads are adjacent.
   void attend_few(const Segment& segment, Range any, int level, const Segment* next) {
     if (!found_) find(segment, 0, any, 0);
     std::copy_n(rows_.k(), kSegment, order_);
@@ -249,8 +248,8 @@ class TileRun {
   }
 
   /// Calls visit(head, j, rows j, j + 1 ...) for stretches of `keys`, whose rows are order_ from
-  /// `first` on. What lies ahead is prefetched; it may be of another dim or stride, whose lines are
-  /// then not all the right ones.
+  /// `first` on. The rows after them are prefetched. They may have another dim or stride; then some
+  /// prefetched lines are the wrong ones.
   template <class Visit>
   void for_few_keys(Range keys, int first, std::int64_t head_stride, int dim, Visit&& visit) {
     constexpr std::int64_t kAhead = 16 << 10, kMost = 32 << 10;  // bytes
@@ -277,7 +276,7 @@ class TileRun {
     }
   }
 
-  /// Makes weights of the scores of a head's rows.
+  /// Turns the scores of a head's rows into weights.
   void weigh_rows(const Segment& segment, int level, int head) {
     for (int block = 0; block < blocks_; ++block) {
       const Range keys = aligned(seen_[block]);
@@ -294,8 +293,8 @@ class TileRun {
     }
   }
 
-  // Panels are the outer loop and blocks of rows the inner one: so a panel stays in the first-level
-  // cache meanwhile.
+  // Panels are the outer loop and blocks of rows the inner one, so that a panel stays in the L1
+  // cache.
 
   void multiply_queries_keys() {
     for (int panel = 0; panel < kSegment; panel += kPanel) {
@@ -325,7 +324,8 @@ class TileRun {
     }
   }
 
-  /// Mends rows of a head that a key which they do not see made infinite or NaN, and scales all.
+  /// Recomputes rows of a head that became infinite or NaN because of a key that they do not see,
+  /// and scales all.
   void finish_rows(const Segment& segment, Range any, int level, int head) {
     bool packed = !few_;
     float* const of_head = o(level, head * tile_.rows);
@@ -339,8 +339,8 @@ class TileRun {
       multiply_seen(scores(head * tile_.rows + r), v_, seen_[r / kBlockRows], of_head + r * padded_,
                     padded_);
     }
-    // This is done here, and not when the state is stored: a rank's state and a virtual rank's then
-    // differ in nothing, so the bits do not depend on the ranks whatever the factor.
+    // The scale is applied here, not when the state is stored: the state of a rank and of a virtual
+    // rank are then alike, so the bits do not depend on the number of ranks, whatever the factor.
     if (p_.v_scale)
       for (int r = 0; r < tile_.rows; ++r)
         multiply_row(p_.v_scale[tile_.kv_head + head], of_head + r * padded_);
@@ -352,7 +352,7 @@ class TileRun {
       hn::StoreU(hn::Mul(hn::LoadU(d, row + c), hn::Set(d, factor)), d, row + c);
   }
 
-  /// A row of any type, where there is none.
+  /// A row for missing rows, valid for any type.
   static constexpr float kZeros[kMaxHeadDim] = {};
 
   const AttendParams& p_;
@@ -360,18 +360,18 @@ class TileRun {
   const PackedSegments& packed_;
   const TileSpace& space_;
   const VisibleRows<kTileRows> visible_;
-  const float* k_ = nullptr;  // of the segment at hand, packed
+  const float* k_ = nullptr;  // of the current segment, packed
   const float* v_ = nullptr;
-  LinesAhead ahead_;  // of the next one's
+  LinesAhead ahead_;  // of the next segment's keys
   std::int64_t lines_ = 0;
-  KeyRows rows_;        // of the segment at hand or, with few rows, of the next one
-  bool found_ = false;  // by the segment before
+  KeyRows rows_;        // of the current segment or, with few rows, of the next one
+  bool found_ = false;  // while the segment before was processed
   const std::byte* order_[3 * kSegment];  // of few rows: keys, values, and the next segment's keys
   SegmentBias bias_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
   const bool few_;                                         // keys and values are not packed
-  Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the segment at hand
+  Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the current segment
 };
 
 void attend_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,

@@ -1,4 +1,4 @@
-// The host as a device: it runs Highway tiles on its claim to the threads of the process.
+// The host as a device: it runs Highway tiles on its share of the process's threads.
 #include "kernels/backend.hpp"
 
 #include <chrono>

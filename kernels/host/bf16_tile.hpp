@@ -1,6 +1,6 @@
-// A tile whose products are the processor's own, of bf16: Q K^T and P V on AMX, with the scores,
-// the softmax and all sums in fp32 and the weights rounded to bf16 (DTypes::bf16_products). It has
-// one kv head and more rows than a tile of fp32, since they share what is packed.
+// A tile with the CPU's own products of bf16: Q K^T and P V on AMX, with the scores, the softmax
+// and all sums in fp32 and the weights rounded to bf16 (DTypes::bf16_products). It has one kv head
+// and more rows than a tile of fp32, since they share the packed operands.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,13 @@ namespace longspan::kernels::host {
 
 inline constexpr int kBf16Rows = 512;      // most rows of a tile
 inline constexpr int kBf16BlockRows = 32;  // rows that are computed together
-inline constexpr int kBf16Queries = 9;     // a sequence of fewer keeps the products of fp32
+inline constexpr int kBf16Queries = 9;     // a sequence with fewer keeps the products of fp32
 
 /// Whether this machine has the products, the kernels are built for them, and the system allows it.
 bool has_bf16_products();
 
-/// A tile's memory. Operands of products lie in tiles of 1 KB, of 16 rows: rows by 32 of the depth
-/// on the left, 16 pairs of the depth by 16 columns on the right. Dims are padded with zeros.
+/// A tile's memory. Operands of products are stored in tiles of 1 KB, of 16 rows: rows by 32 of the
+/// depth on the left, 16 pairs of the depth by 16 columns on the right. Dims are padded with zeros.
 struct Bf16Space {
   using Element = std::uint16_t;
   static constexpr int kTile = 512;  // elements
@@ -36,9 +36,9 @@ struct Bf16Space {
   Element* q = nullptr;        // [rows / 16, depth, 16, 32]
   Element* segment = nullptr;  // keys [8, depth, 16, 16, 2], 16 each, and then
                                // values [4, padded value_dim / 16, 16, 16, 2], 32 each
-  Element* mended = nullptr;   // as its values
-  float* scores = nullptr;     // [2][32, 128], of two blocks; a row's weights take its place
-  float* leaf = nullptr;       // [32, padded value_dim], where a block's leaf folds at once
+  Element* mended = nullptr;   // like its values
+  float* scores = nullptr;     // [2][32, 128], of two blocks; a row's weights overwrite them
+  float* leaf = nullptr;       // [32, padded value_dim], if a block's leaf folds at once
   float* wide = nullptr;       // keys, and then values, in fp32 panels (pack-inl.hpp)
   float* o = nullptr;          // [levels, rows, padded value_dim]
   Stats* stats = nullptr;      // [levels, rows]
@@ -88,19 +88,20 @@ struct Bf16Space {
   }
 };
 
-/// Whether keys and values are packed from bf16 rows as they lie, without a detour over fp32.
+/// Whether keys and values are packed directly from bf16 rows, without conversion to fp32.
 inline bool packs_dense_bf16(const AttendParams& p) {
   return p.kv_dtype == DType::bf16 && p.k.dense() && p.v.dense() && p.head_dim % 32 == 0 &&
          p.value_dim % 32 == 0;
 }
 
-/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, as a Bf16Space has
-/// them; says whether all values are finite. `wide` is as there. Only where has_bf16_products().
+/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, in the layout of a
+/// Bf16Space; returns whether all values are finite. `wide` is as there. Only with
+/// has_bf16_products().
 bool pack_bf16_segment(const AttendParams& params, const KeyRows& rows, Range keys, float* wide,
                        Bf16Space::Element* to);
 
 /// Leaves the state of the tile's rows in level 0 of the space. Without `packed` the tile packs for
-/// itself. Only where has_bf16_products().
+/// itself. Only with has_bf16_products().
 void attend_bf16_tile(const AttendParams& params, const Tile& tile, const PackedSegments& packed,
                       const Bf16Space& space);
 

@@ -1,5 +1,5 @@
-// What is done to one row of scores, in vectors: softcap, and ALiBi and qq_bias. The arithmetic of
-// these is that of Bias::operator(), and so are the bits,
+// Softcap, ALiBi and qq_bias on one row of scores, in vectors. The arithmetic is that of
+// Bias::operator(), and so are the bits,
 //
 //     score += (slope * distance + qq[i][j]) * log2 e
 //
@@ -40,7 +40,7 @@ class SegmentBias {
     in_32_bits_ = 2 * s.kv_len - s.context_len <= std::numeric_limits<std::int32_t>::max();
   }
 
-  /// Finds where the keys of the segment stand.
+  /// Computes the positions of the segment's keys.
   void start(const Segment& segment) {
     const Sequence& s = tile_.sequence;
     segment_ = segment;
@@ -90,8 +90,8 @@ class SegmentBias {
   }
 
  private:
-  /// Finds the query's row of qq_bias for the keys of the segment, with 0 for a key that it has
-  /// none for. Returns false where it has none at all.
+  /// Finds the query's row of qq_bias for the keys of the segment, with 0 for keys without an
+  /// entry. Returns false if none has one.
   bool find_qq(std::int64_t index) {
     const QqBias& qq = p_.bias.qq;
     if (index >= qq.width) return false;
@@ -123,7 +123,7 @@ class SegmentBias {
     return true;
   }
 
-  /// Adds the biases one by one, where positions are past 2^31.
+  /// Adds the biases one by one, for positions past 2^31.
   void add_each(std::int64_t index, int head, Range keys, float* scores) const {
     const Sequence& s = tile_.sequence;
     for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {
@@ -138,7 +138,7 @@ class SegmentBias {
   bool in_32_bits_ = true;
   bool consecutive_ = true;
   bool some_qq_ = false;
-  std::int64_t index_ = -1;  // among the sequence's queries, of qq_
+  std::int64_t index_ = -1;  // among the sequence's queries, that of qq_
   Segment segment_;
   HWY_ALIGN std::int32_t column_[kSegment];  // position of a key - context_len
   HWY_ALIGN float qq_[kSegment];

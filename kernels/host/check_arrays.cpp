@@ -1,4 +1,4 @@
-// Checks the arrays of a request where they lie. The report keeps the first fault.
+// Checks the arrays of a request on the host. The report keeps the first fault.
 #include "kernels/faults.hpp"
 #include "kernels/host/host.hpp"
 

@@ -1,4 +1,4 @@
-// Copies keys and values out of a cache of any form to rows side by side (kernels/copy_keys.hpp).
+// Copies keys and values from a cache of any form to contiguous rows (kernels/copy_keys.hpp).
 #include "kernels/copy_keys.hpp"
 
 #include <algorithm>

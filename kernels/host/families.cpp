@@ -12,7 +12,7 @@ namespace {
 constexpr int kUsualLevels = 16;  // of a tile's stack, at its full number of rows
 constexpr int kMostLevels = 64;   // at one row
 
-/// Whether a tile of kTileRows stays in the core's second-level cache.
+/// Whether a tile of kTileRows fits the core's L2 cache.
 bool has_large_cache() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const bool large = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 20;
@@ -22,7 +22,7 @@ bool has_large_cache() {
 #endif
 }
 
-/// The rows of a tile, in whole blocks, and a space for them, or for one block with a high stack.
+/// The rows of a tile, in whole blocks, and a space for them, or for one block with a deep stack.
 template <class Space>
 OnHost::Room room_of(const AttendParams& p, std::int64_t limit, int block) {
   const auto most =

@@ -1,4 +1,4 @@
-// The families of host kernels, in the order in which they are asked. Each attends a tile of one
+// The families of host kernels, in the order in which they are tried. Each attends one tile of one
 // sequence at a time.
 #pragma once
 
@@ -16,7 +16,7 @@ struct TileWork {
   const Tile& tile;
   const PackedSegments& packed;
   std::byte* space;
-  int rows, levels;  // that the space is laid out for
+  int rows, levels;  // capacity of the space
 };
 
 /// The states of a tile's rows, in that memory.
@@ -25,11 +25,11 @@ struct TileStates {
   const float* o;      // [rows, padded value_dim]
 };
 
-/// What the host's families are asked (KernelFamily).
+/// The host's arguments of KernelFamily.
 struct OnHost {
   enum class Id : std::uint8_t { amx, vectors };
-  using Asked = int;  // which sequence of the batch
-  /// The rows of a tile at most, and the space of a thread, for a call within limits.
+  using Asked = int;  // the sequence of the batch
+  /// The most rows of a tile, and a thread's space, for calls within limits.
   struct Room {
     int rows = 0;
     std::size_t bytes = 0;
@@ -41,7 +41,7 @@ inline constexpr int kFamilies = 2;
 
 std::span<const HostFamily, kFamilies> families();
 
-/// Gives the family that serves the rows of sequence b.
+/// Returns the family that serves the rows of sequence b.
 const HostFamily& serving(const AttendParams& p, int b);
 
 }  // namespace longspan::kernels::host

@@ -1,7 +1,7 @@
-// The two products of a tile of a few rows (decode), straight from the cache: packing pays where
-// many rows share it, and here it would take longer than reading the keys. The arithmetic is that
-// of multiply-inl.hpp, a chain in the order of the depth for each element, and so are the bits.
-// They are in few_rows.cpp, apart from attend_tile.cpp, so that both compile at the same time.
+// The two products of a tile of a few rows (decode), directly from the cache. Packing pays off if
+// many rows share it; here it would take longer than reading the keys. The arithmetic is that of
+// multiply-inl.hpp, a chain in the order of the depth for each element, and so are the bits. They
+// are in few_rows.cpp, separate from attend_tile.cpp, so that both compile in parallel.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_FEW_ROWS_INL) == defined(HWY_TARGET_TOGGLE)
@@ -25,7 +25,7 @@ namespace HWY_NAMESPACE {
 struct FewKeys {
   const std::byte* rows[kFewKeys];
   const std::byte* ahead[kFewKeys];  // rows to prefetch meanwhile
-  int count;                         // of keys a multiple of 16
+  int count;                         // for keys a multiple of 16
 };
 
 inline constexpr bool kHasFewRows = LONGSPAN_HOST_FEW_ROWS;
@@ -33,8 +33,8 @@ inline constexpr bool kHasFewRows = LONGSPAN_HOST_FEW_ROWS;
 /// scores[r, j] = q[r] . key j, of keys of `type`.
 void score_few(DType type, const FewKeys& keys, int dim, const float* q, int rows, float* scores);
 
-/// o[r] += sum of weights[r, j] value j, of values of `type`: the chains go on where the keys
-/// before left them. `dim` is a multiple of 16.
+/// o[r] += sum of weights[r, j] value j, of values of `type`: the chains continue those of the keys
+/// before. `dim` is a multiple of 16.
 void weigh_few(DType type, const FewKeys& values, int dim, const float* weights, int rows, float* o,
                std::ptrdiff_t o_stride);
 

@@ -1,5 +1,5 @@
-// The products of few-row tiles (few_rows-inl.hpp): in place where the element type is fp32 or bf16
-// or, with the byte permutations of AVX3_DL, fp8; other types are widened a few keys at a time.
+// The products of few-row tiles (few_rows-inl.hpp): in place for fp32 and bf16 and, with the byte
+// permutations of AVX3_DL, for fp8; other types are widened a few keys at a time.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -61,7 +61,7 @@ HWY_INLINE void load_words(const std::byte* const* rows, std::ptrdiff_t offset,
 template <class T>
 inline constexpr bool kByTable = std::is_same_v<T, E4m3> || std::is_same_v<T, E5m2>;
 
-/// The bytes of the bf16 that codes 0 to 127 of an fp8 are, exactly.
+/// The bytes of the bf16 equal to codes 0 to 127 of an fp8, exactly.
 struct CodeBytes {
   alignas(64) std::uint8_t high[128], low[128];
 };
@@ -77,7 +77,7 @@ constexpr CodeBytes bytes_of_codes() {
   return bytes;
 }
 
-/// Turns 64 codes of an fp8 into fp32, by tables in registers.
+/// Converts 64 codes of an fp8 to fp32, with tables in registers.
 template <class T>
 class Codes {
  public:
@@ -146,9 +146,9 @@ HWY_INLINE Vec element(hn::Vec<Words> word) {
     return hn::BitCast(Lanes(), hn::ShiftLeft<16>(word));
 }
 
-/// Prefetches rows into the second-level cache, line by line, as other rows are read: in the order
-/// of their addresses, which the hardware's own prefetches take up, and a few at a time, since many
-/// fill the line buffers, and loads wait behind them.
+/// Prefetches rows into the L2 cache, line by line, while other rows are read. It goes in the order
+/// of their addresses, which triggers the hardware prefetcher, and a few lines at a time, since
+/// many fill the line buffers and make loads wait.
 class Ahead {
  public:
   Ahead(const std::byte* const* rows, std::ptrdiff_t bytes) : row_(rows), bytes_(bytes) {}
@@ -172,7 +172,7 @@ class Ahead {
 };
 
 /// The scores of kGroups * kLanes keys, whose rows are fp32, bf16 or, by table, fp8. The rows
-/// `ahead` come next.
+/// `ahead` are next.
 template <class T, int kRows, int kGroups, bool kAhead>
 HWY_INLINE void score_keys(const std::byte* const* keys, const std::byte* const* ahead, int dim,
                            const float* q, float* scores) {
@@ -230,7 +230,7 @@ HWY_INLINE void score_keys(const std::byte* const* keys, const std::byte* const*
   }
 }
 
-/// The same of keys that were widened before, whatever their type.
+/// The same for keys that are already widened, whatever their type.
 template <int kRows, int kGroups>
 HWY_NOINLINE void score_wide(const std::byte* const* keys, int dim, const float* q, float* scores) {
   score_keys<float, kRows, kGroups, false>(keys, nullptr, dim, q, scores);
@@ -241,7 +241,7 @@ HWY_NOINLINE void score_few_of(const FewKeys& keys, int dim, const float* q, int
                                float* scores) {
   constexpr bool kInPlace = sizeof(T) == 4 || std::is_same_v<T, Bfloat16> || kByTable<T>;
   with_rows<kFewRows>(rows, [&]<int kRows>() {
-    // One chain of each row waits for its own sums, so there are two.
+    // A single chain per row would wait for its own sums, so there are two.
     constexpr int kGroups = kRows * kLanes <= 16 ? 2 : 1;
     int j = 0;
     const auto score = [&]<int kCount>() {

@@ -40,8 +40,8 @@ struct StatsOfRows {
   __mmask16 empty() const { return _mm512_cmp_ps_mask(sum, _mm512_setzero_ps(), _CMP_EQ_OQ); }
 };
 
-/// fold_states of 16 rows, without a branch on which side leads. Where a side of a row is empty
-/// it does nothing, and says so.
+/// fold_states of 16 rows, without a branch on which side leads. If a side of a row is empty, it
+/// does nothing and returns false.
 HWY_INLINE bool fold_16_rows(Stats* a, float* a_o, const Stats* b, const float* b_o, int padded) {
   const StatsOfRows of_a(a), of_b(b);
   if (of_a.empty() | of_b.empty()) return false;

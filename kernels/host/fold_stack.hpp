@@ -1,7 +1,7 @@
 // Folds a stream of states into one, in the order of a binary tree over their indices, with a stack
-// as deep as the tree. Before index i is pushed, after p, everything on the stack that stands in
-// p's subtree of size 2^msb(p ^ i) folds, newest first: no later index belongs to it. Indices may
-// be missing, since an absent state is empty and an empty state changes no bits.
+// as deep as the tree. Before index i is pushed, after p, everything on the stack inside p's
+// subtree of size 2^msb(p ^ i) folds, newest first: no later index belongs to it. Indices may be
+// missing, since an absent state is empty and an empty state changes no bits.
 //
 //     pushed 0 1 2 3 6:   ((0 1) (2 3)) 6
 #pragma once
@@ -15,7 +15,7 @@ namespace longspan::kernels::host {
 class FoldStack {
  public:
   /// Makes room for the state with `index`, which is higher than all before. Calls merge(a, b) for
-  /// what folds: level a becomes the fold of levels a and b. Returns the level of the new state.
+  /// each fold: level a becomes the fold of levels a and b. Returns the level of the new state.
   template <class Merge>
   int push(std::uint64_t index, Merge&& merge) {
     if (size_ > 0) {

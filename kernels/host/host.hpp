@@ -1,4 +1,4 @@
-// The host kernels, as backend.cpp composes them. Each does its work before it returns.
+// The host kernels, which backend.cpp puts together. Each does its work before it returns.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
-// Finds where the keys and values of one segment lie: an address for each row, so that the code
-// that reads them does not know whether the cache is contiguous or in pages, and both give the same
-// bits.
+// Finds the keys and values of one segment: an address for each row. The code that reads them does
+// not depend on whether the cache is contiguous or in pages, and both give the same bits.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,7 @@ namespace longspan::kernels::host {
 
 class KeyRows {
  public:
-  /// [key of the segment]: the address of element 0 of its row; null where no row of the tile sees
-  /// it.
+  /// [key of the segment]: the address of element 0 of its row; null if no row of the tile sees it.
   const std::byte* const* k() const { return k_; }
   const std::byte* const* v() const { return v_; }
 

@@ -1,4 +1,4 @@
-// Folds the states of a row, one slot a rank, neighbours first; then come the sink, the division,
+// Folds the states of a row, one slot per rank, neighbours first; then come the sink, the division,
 // the output's scale, and the one rounding to its type.
 //
 //     out = o / l (/ scale),   lse = m + ln l

@@ -1,6 +1,7 @@
 // Merges finished results over disjoint keys, each an out with its lse, into one. Such a pair is
-// the state (lse, 1, out), in the base of its lse: the states fold, neighbours first, and finish as
-// any other. Columns go in blocks that fit the stack, so any dim is taken and nothing is allocated.
+// the state (lse, 1, out), in the base of its lse: the states fold, neighbours first, and finish
+// like any other. Columns are processed in blocks that fit the stack, so any dim works and nothing
+// is allocated.
 #include "kernels/host/targets.hpp"
 // Highway compiles the rest of this file once for each target.
 #undef HWY_TARGET_INCLUDE
@@ -84,7 +85,7 @@ void store_columns(const MergeOutputsParams& p, std::int64_t token, int head, in
 }
 
 /// Leaves the fold of the parts that are not empty in level 0; `only` is the lse of the last of
-/// them. Returns how many they are.
+/// them. Returns their number.
 int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int first, int columns,
                PartStack& state, float& only) {
   const int padded = (columns + 7) / 8 * 8;
@@ -115,7 +116,7 @@ int fold_parts(const MergeOutputsParams& p, std::int64_t token, int head, int fi
 }
 
 bool all_finite(const float* values, int n) {
-  float sum = 0.0f;  // NaN as soon as one value is not finite
+  float sum = 0.0f;  // becomes NaN as soon as one value is not finite
   for (int c = 0; c < n; ++c) sum += values[c] * 0.0f;
   return sum == 0.0f;
 }
@@ -126,7 +127,7 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
     const int columns = std::min(kBlock, p.dim - first);
     const int filled = fold_parts(p, token, head, first, columns, state, only);
     const Finish result = finish(state.stats[0]);
-    // A part that is alone hands on its lse as it came.
+    // A single part passes on its lse unchanged.
     lse = filled == 1 ? only : part_lse(state.stats[0], p.base);
     float* o = state.o[0];
     for (int c = 0; c < columns; ++c) o[c] = result(o[c]);
@@ -137,7 +138,7 @@ void merge_row(const MergeOutputsParams& p, std::int64_t token, int head, PartSt
       for (int c = 0; c < columns; ++c) o[c] = p.out_scale(o[c]);
     store_columns(p, token, head, first, o, columns);
   }
-  // This comes last, since it may lie where the prefix's lse was read.
+  // Last, because it may overwrite the prefix's lse, which is read before.
   if (p.lse.data != nullptr) *p.lse.at(token, head) = lse;
 }
 

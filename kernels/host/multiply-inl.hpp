@@ -1,11 +1,11 @@
 // The one product of the host kernels, C = A B, in blocks of a few rows whose sums stay in
-// registers for the whole depth. Scores (A = queries, B = keys transposed) and outputs (A =
-// weights, B = values) are both this product.
+// registers over the whole depth. Scores (A = queries, B = keys transposed) and outputs (A =
+// weights, B = values) both use it.
 //
 //     c[r, n] = fma(a[r, depth-1], b[depth-1, n], ... fma(a[r, 0], b[0, n], 0))
 //
 // Each element is one chain in the order of the depth, so its bits depend neither on the rows and
-// columns around it nor on the width of a vector.
+// columns around it nor on the vector width.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_MULTIPLY_INL) == defined(HWY_TARGET_TOGGLE)

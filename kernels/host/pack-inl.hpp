@@ -1,6 +1,5 @@
 // Packs keys, values and queries of a tile into the layout that multiply reads: dense fp32, in
-// panels of 64 columns, so that a panel's rows follow each other in the cache whatever the strides
-// outside.
+// panels of 64 columns. The rows of a panel are contiguous, whatever the strides of the source.
 //
 //     keys     [panel of 64 keys][head_dim][64]   transposed
 //     values   [panel of 64 columns][128 keys][64]
@@ -28,8 +27,8 @@ HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-/// Prefetches a row. Rows lie a stride or a page apart, which hides the next ones from the
-/// hardware; with few queries the time is the time of these loads.
+/// Prefetches a row. Rows are a stride or a page apart, so the hardware does not predict the next
+/// ones; with few queries these loads determine the time.
 template <class T>
 HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
   constexpr int kLine = 64;
@@ -39,7 +38,7 @@ HWY_INLINE void prefetch_row(const std::byte* row, int dim) {
 }
 
 /// Lines of memory that are prefetched a few at a time, beside other work: many at once would fill
-/// the line buffers, and loads would wait behind them.
+/// the line buffers and make loads wait.
 class LinesAhead {
  public:
   LinesAhead() = default;
@@ -102,8 +101,8 @@ HWY_INLINE void transpose_four(const T* const rows[4], int n, float* HWY_RESTRIC
 #endif
 }
 
-/// Prefetches a row whose chunks lie apart, by the line in which each chunk begins, which holds
-/// those of the next keys too.
+/// Prefetches a row whose chunks lie apart: the line in which each chunk begins, which also holds
+/// those of the next keys.
 template <class T>
 HWY_INLINE void prefetch_chunks(const std::byte* row, int chunks, std::int64_t stride) {
   if (row == nullptr) return;
@@ -122,8 +121,7 @@ HWY_INLINE void widen(const T* from, int n, float* to) {
   for (; c < n; c += hn::MaxLanes(d4)) hn::StoreU(load(d4, from + c), d4, to + c);
 }
 
-/// Converts elements [begin, end) of a row to fp32, wherever its chunks lie; begin is a multiple of
-/// kPanel.
+/// Converts elements [begin, end) of a row of any chunks to fp32; begin is a multiple of kPanel.
 template <class T>
 HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end, float* to) {
   if (layout.dense()) return widen(row + begin, end - begin, to);
@@ -139,7 +137,7 @@ HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end
 }
 
 /// Packs keys [begin, end) of a segment, from the addresses of their rows. `keys` is aligned to 16;
-/// where there is no row there are zeros.
+/// missing rows give zeros.
 template <class T>
 void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
                float* panels) {
@@ -171,7 +169,7 @@ void pack_keys(const KvRows& layout, const std::byte* const* rows, Range keys, i
   }
 }
 
-/// Packs values whose keys are neighbours in memory, [dim][keys], by reading along the keys: keys
+/// Packs values whose keys are adjacent in memory, [dim][keys], reading along the keys: keys
 /// [begin, end), whose first is at `row`.
 template <class T>
 HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int end, int dim,
@@ -201,7 +199,7 @@ HWY_INLINE void pad_row(int columns, float* to) {
   if (columns % 16 != 0) std::fill(to + columns, to + columns + 8, 0.0f);
 }
 
-/// Packs values of keys [begin, end); there are zeros where there is no row.
+/// Packs values of keys [begin, end); missing rows give zeros.
 template <class T>
 void pack_values(const KvRows& layout, const std::byte* const* rows, Range keys, int dim,
                  float* panels) {

@@ -21,7 +21,7 @@ namespace HWY_NAMESPACE {
 using Element = Bf16Space::Element;
 constexpr int kTile = Bf16Space::kTile;
 
-/// 16 rows of 16 words become columns.
+/// Transposes 16 rows of 16 words.
 HWY_INLINE void transpose_words(__m512i (&r)[16]) {
   __m512i t[16];
   HWY_UNROLL(16)
@@ -72,7 +72,7 @@ HWY_NOINLINE void pack_bf16_keys(const std::byte* const* rows, Range keys, int d
   }
 }
 
-/// Packs values of dense bf16 rows, dim a multiple of 32; says whether all are finite. `keys` is
+/// Packs values of dense bf16 rows, dim a multiple of 32; returns whether all are finite. `keys` is
 /// aligned to 32.
 HWY_NOINLINE bool pack_bf16_values(const std::byte* const* rows, Range keys, int dim, Element* to) {
   alignas(64) static constexpr std::byte zeros[kMaxValueDim * 2] = {};
@@ -97,7 +97,7 @@ HWY_NOINLINE bool pack_bf16_values(const std::byte* const* rows, Range keys, int
   return bad == 0;
 }
 
-/// The pairs of two rows of fp32 that are bf16.
+/// Pairs of two rows of fp32, as bf16.
 HWY_INLINE __m512i pair_rows(const float* first, const float* second) {
   const __m512i a = _mm512_castps_si512(_mm512_loadu_ps(first));
   const __m512i b = _mm512_castps_si512(_mm512_loadu_ps(second));
@@ -118,7 +118,7 @@ HWY_NOINLINE void pack_wide_keys(const float* panels, Range keys, int dim, Eleme
   }
 }
 
-/// Packs values from panels of fp32 (pack_values), and says whether all are finite.
+/// Packs values from panels of fp32 (pack_values), and returns whether all are finite.
 HWY_NOINLINE bool pack_wide_values(const float* panels, Range keys, int dim, Element* to) {
   const __m512i infinite = _mm512_set1_epi16(0x7f80);
   const int columns = (dim + 15) / 16;

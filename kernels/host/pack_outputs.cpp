@@ -1,4 +1,5 @@
-// Copies rows, and an lse, one by one to where they travel from or belong; and deals states out.
+// Copies rows, and an lse, one by one to send buffers or to their final place; and distributes
+// states.
 #include <cstring>
 
 #include "kernels/batch_rows.hpp"

@@ -20,7 +20,7 @@ std::int64_t segment_bytes(const Geometry& p) {
                        : TileSpace::segment_floats(p) * std::int64_t{sizeof(float)};
 }
 
-/// Segments that there is room for.
+/// The number of segments that fit.
 std::int64_t capacity_of(const Geometry& p) {
   const std::int64_t rows = p.tokens * (p.heads / p.kv_heads);
   if (rows < PackedKeys::kLeastRows) return 0;
@@ -117,7 +117,7 @@ std::int64_t PackedKeys::segments_before(std::int64_t head) const {
   return begin_[b] * p_.kv_heads + (within > 0 ? within * segments(b) : 0);
 }
 
-/// Packs a segment of all heads of the round: they lie side by side.
+/// Packs a segment of all heads of the round: they are adjacent.
 void PackedKeys::pack(int b, std::int64_t number, Round round, float* wide) {
   const Sequence s(p_, b);
   const std::int64_t before = std::int64_t{b} * p_.kv_heads;

@@ -1,7 +1,7 @@
-// Keys and values that are packed ahead of the tiles. Where several tiles read the keys of a head,
-// each would pack all of them again; and rows of a head lie apart in memory, so that reading them
-// there costs more than packing. The memory has an end: sequences and heads whose segments fit into
-// it together are a round, which is packed, and then attended, before the next.
+// Keys and values that are packed before the tiles run. If several tiles read the keys of a head,
+// each would pack all of them again. Rows of a head also lie apart in memory, so reading them there
+// costs more than packing. The memory is limited: a round is the sequences and heads whose segments
+// fit into it together. A round is packed, and then attended, before the next.
 #pragma once
 
 #include <cstddef>
@@ -21,33 +21,33 @@ class PackedKeys {
     std::int64_t begin, end;
   };
 
-  /// A sequence and kv head of fewer rows is one tile.
+  /// A sequence and kv head with fewer rows is one tile.
   static constexpr std::int64_t kLeastRows = kSmallTileRows + 1;
-  /// Of packed keys: in fp32 those of one head of 65,536 keys of dim 128.
+  /// For packed keys: in fp32 this holds one head of 65,536 keys of dim 128.
   static constexpr std::int64_t kMostBytes = 64 << 20;
 
   static std::size_t bytes(const Geometry& bounds);
 
-  /// `has_tiles(s)` says which sequences have several tiles of a kv head. All of them are packed
-  /// ahead but those too long for the memory and, in a run that takes products of bf16, those that
-  /// do not.
+  /// `has_tiles(s)` returns whether a sequence has several tiles per kv head. All such sequences
+  /// are packed, except those too long for the memory and, in a run with products of bf16, those
+  /// that do not use them.
   PackedKeys(const AttendParams& params, std::byte* memory,
              const std::function<bool(const Sequence&)>& has_tiles);
 
-  /// The round that begins with head `begin`. It ends at no sequence that is not packed.
+  /// The round that begins with head `begin`. It never ends at a sequence that is not packed.
   Round round(std::int64_t begin) const;
 
-  /// Packs what the round needs. wide(thread) is a Bf16Space's memory of that name; `between` is
-  /// called by the pool's first thread now and then.
+  /// Packs the keys of the round. wide(thread) is a Bf16Space's memory of that name; the pool's
+  /// first thread calls `between` from time to time.
   void pack(ThreadPool& pool, Round round, const std::function<float*(int thread)>& wide,
             const BetweenTiles& between);
 
-  /// What the round that was packed last has for a tile.
+  /// The segments of the last packed round for a tile.
   PackedSegments of(const Tile& tile) const;
 
  private:
   std::int64_t segments(int b) const { return begin_[b + 1] - begin_[b]; }
-  /// Of the heads before this one.
+  /// The segments of the heads before this one.
   std::int64_t segments_before(std::int64_t head) const;
   void pack(int b, std::int64_t segment, Round round, float* wide);
 

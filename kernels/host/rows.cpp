@@ -1,4 +1,4 @@
-// Finds where rows stand, by the small index kernels of sharded queries, packed keys and cut
+// Computes positions of rows: the small index kernels of sharded queries, packed keys and split
 // contexts.
 #include <algorithm>
 #include <cstring>

@@ -1,8 +1,9 @@
-// Converts states per segment, as serving engines hold them, from our states and to results.
+// Converts longspan's states into states per segment, as serving engines store them, and those into
+// results.
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
 //
-// Back from there they fold in natural units, so that a max of any size is what it was.
+// There they fold in natural units, so that a max of any size keeps its value.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +13,7 @@
 namespace longspan::kernels::host {
 namespace {
 
-/// The local keys of the sequence that a row belongs to; -1 where the row is left out.
+/// The local keys of the sequence that a row belongs to; -1 if the row is left out.
 std::int64_t local_len_of(const Batch& batch, const Shard& shard, std::int64_t token) {
   const int b = sequence_of_row(batch, token);
   return b < 0 ? -1 : shard.for_sequence(b).local_len(batch.keys(b, shard));

@@ -1,5 +1,5 @@
-// The vectors that the host kernels are written in, compiled once for each instruction set
-// (targets.hpp): loads that widen to fp32, exp2 and tanh, and the fold of two states' o.
+// The vectors that the host kernels use, compiled once for each instruction set (targets.hpp):
+// loads that widen to fp32, exp2 and tanh, and the fold of two states' o.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_SIMD_INL) == defined(HWY_TARGET_TOGGLE)
@@ -41,9 +41,9 @@ HWY_INLINE hn::Vec<D> load(D d, const Bfloat16* from) {
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, bits)));
 }
 
-/// Makes fp32 of the bits of an fp16. Without an instruction for it, this moves exponent and
+/// Converts the bits of an fp16 to fp32. Without an instruction for it, this moves exponent and
 /// mantissa into place and multiplies by 2^(127 - 15), which is exact and makes subnormals normal;
-/// then it gives infinities and NaNs their exponent back.
+/// then it restores the exponent of infinities and NaNs.
 template <class D>
 HWY_INLINE hn::Vec<D> widen_half(D d, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
 #if LONGSPAN_HOST_AVX512 || HWY_TARGET == HWY_AVX2
@@ -75,8 +75,8 @@ HWY_INLINE hn::Vec<D> load(D d, const E5m2* from) {
   return widen_half(d, hn::ShiftLeft<8>(hn::PromoteTo(half, bits)));
 }
 
-/// An e4m3 in the place of an fp16 is 2^-8 of its value. The one code that is NaN has all bits set,
-/// so adding to the lowest carries into the highest bit of the exponent, and there alone.
+/// An e4m3 in the bits of an fp16 is 2^-8 of its value. The one code that is NaN has all bits set,
+/// so only there an addition to the lowest bit carries into the highest bit of the exponent.
 template <class D>
 HWY_INLINE hn::Vec<D> load(D d, const E4m3* from) {
   const hn::Rebind<std::int8_t, D> narrow;
@@ -89,8 +89,8 @@ HWY_INLINE hn::Vec<D> load(D d, const E4m3* from) {
   return hn::Mul(widen_half(d, whole), hn::Set(d, 0x1p8f));
 }
 
-/// 2^x for x <= 0, within 1 ulp; exactly 0 below -127, so also at -inf. NaN stays NaN.
-/// x = n + f with |f| <= 1/2 by adding and taking away 1.5 * 2^23, whose low bits then hold n.
+/// 2^x for x <= 0, within 1 ulp; exactly 0 below -127, so also at -inf. NaN stays NaN. x = n + f
+/// with |f| <= 1/2 by adding and subtracting 1.5 * 2^23, whose low bits then hold n.
 HWY_INLINE Vec exp2(Vec x) {
   const Lanes d;
   const hn::RebindToUnsigned<Lanes> bits;
@@ -142,7 +142,7 @@ HWY_INLINE void fold_row(const Fold& fold, float* HWY_RESTRICT a, const float* H
   for (int c = 0; c < n; ++c) a[c] = fold(a[c], b[c]);
 }
 
-/// Whether no number of a row is infinite or NaN; n is a multiple of kLanes.
+/// Whether all numbers of a row are finite; n is a multiple of kLanes.
 HWY_INLINE bool is_finite_row(const float* row, int n) {
   const Lanes d;
   Vec zero = hn::Zero(d);  // times a finite number: 0; times any other: NaN

@@ -1,11 +1,11 @@
 // A run is open while items are left. A worker takes items of the first open run that has room for
-// it; one that wakes too late finds none and goes back to sleep, so that a caller waits only for
+// it. A worker that wakes too late finds none and goes back to sleep, so a caller waits only for
 // workers that took an item. That matters when the machine has more threads than cores. No caller
-// waits for another's run, so what a run calls between its items may wait for other threads.
+// waits for another's run, so code that a run calls between its items may wait for other threads.
 //
-// To wake a sleeping thread takes as long as the attention of some hundred tokens. So a worker
-// stays awake for a moment behind a run, in which the next one often comes, and the caller for a
-// moment behind its own last item; both let others have the core meanwhile.
+// Waking a sleeping thread takes as long as the attention of some hundred tokens. A worker
+// therefore stays awake for a moment after a run, because the next one often follows at once, and
+// the caller does so after its own last item. Both yield the core to others meanwhile.
 #include "kernels/host/thread_pool.hpp"
 
 #include <pthread.h>
@@ -22,7 +22,7 @@
 namespace longspan::kernels::host {
 namespace {
 
-/// Waits awake until `is_due`, but not for long.
+/// Busy-waits until `is_due`, but not for long.
 template <class IsDue>
 void stay_awake(IsDue is_due) {
   using std::chrono::steady_clock;
@@ -49,7 +49,7 @@ class Run {
 
   int threads() const { return threads_; }
 
-  /// Does items until none is left that nobody has taken.
+  /// Does items until all are taken.
   void drain(int thread) {
     const int own = static_cast<int>(std::int64_t{thread} * share_count_ / threads_);
     for (int i = 0; i < share_count_; ++i) {
@@ -60,12 +60,12 @@ class Run {
     }
   }
 
-  /// Takes the items that nobody has taken, and does not do them.
+  /// Takes the remaining items without doing them.
   void give_up() {
     for (int s = 0; s < share_count_; ++s) shares_[s].next = shares_[s].end;
   }
 
-  // These are the crew's, and guarded by its mutex; `active` is looked at without it, too.
+  // The crew's mutex guards these; `active` is also read without it.
   Run* next = nullptr;         // in the list of open runs
   bool is_open = false;        // in the list
   std::atomic<int> active{0};  // workers that take items
@@ -73,8 +73,8 @@ class Run {
  private:
   static constexpr int kMostShares = 64;  // with more threads some begin with the same one
 
-  /// Items that a thread takes first: in the next run they are its own again, and what they read
-  /// may still be in its cache. Then it takes those that others have left.
+  /// Items that a thread takes first: they are the same in the next run, so what they read may
+  /// still be in its cache. Then it takes items that others have left.
   struct alignas(64) Share {
     std::atomic<std::int64_t> next{0};
     std::int64_t end = 0;
@@ -86,16 +86,16 @@ class Run {
   const int share_count_;
 };
 
-/// The workers, which have the numbers 1, 2, ...
+/// The workers, numbered 1, 2, ...
 class Crew {
  public:
   ~Crew() { dismiss(0); }
 
-  /// With the caller.
+  /// Including the caller.
   int size() const { return size_; }
   int asked_for() const { return asked_for_; }
 
-  /// Starts the workers that are missing to so many threads. Its calls come one at a time.
+  /// Starts workers up to `threads`. Calls must not overlap.
   void grow(int threads) {
     if (asked_for_ < threads) asked_for_ = threads;
     try {
@@ -105,9 +105,9 @@ class Crew {
         ++size_;
       }
     } catch (const std::exception&) {
-      // The system starts no more threads, or has no memory for one. The number is a matter of
-      // speed alone, so the crew makes do with half of those that started: what fills a process to
-      // its limit leaves no room for the work itself.
+      // The system starts no more threads, or has no memory for one. The number affects only speed,
+      // so the crew keeps half of those that started: a process filled to its limit has no room for
+      // the work itself.
       dismiss(workers_.size() / 2);
     }
   }
@@ -140,7 +140,7 @@ class Crew {
     done_.wait(lock, [&] { return run.active == 0; });
   }
 
-  /// Takes a run out of the list. The caller has the mutex.
+  /// Removes a run from the list. The caller holds the mutex.
   void close(Run& run) {
     if (!run.is_open) return;
     run.is_open = false;
@@ -149,7 +149,7 @@ class Crew {
     *at = run.next;
   }
 
-  /// The first open run that takes worker `number`. The caller has the mutex.
+  /// The first open run that accepts worker `number`. The caller holds the mutex.
   Run* open_for(int number) const {
     for (Run* run = open_; run != nullptr; run = run->next)
       if (number < run->threads()) return run;
@@ -182,7 +182,7 @@ class Crew {
       lock.unlock();
       run->drain(number);
       lock.lock();
-      close(*run);  // nothing is left of it to take
+      close(*run);  // no items of it are left
       if (--run->active == 0) done_.notify_all();
     }
   }
@@ -190,15 +190,15 @@ class Crew {
   std::vector<std::thread> workers_;
   std::atomic<int> size_{1}, asked_for_{1};
 
-  std::mutex mutex_;  // guards what follows; what is atomic is looked at without it, too
+  std::mutex mutex_;  // guards what follows; atomic members are also read without it
   std::condition_variable wake_, done_;
-  Run* open_ = nullptr;                                     // in the order in which they came
-  std::atomic<std::uint64_t> posted_{0};                    // runs, ever
+  Run* open_ = nullptr;                                     // in order of arrival
+  std::atomic<std::uint64_t> posted_{0};                    // number of runs so far
   std::atomic<int> most_{std::numeric_limits<int>::max()};  // workers of higher numbers leave
 };
 
-/// What the pools of a process share. It is the one global of the library, since what there is once
-/// in a process has no other owner; it is never destroyed, since threads may outlive main.
+/// State that the pools of a process share. It is the only global of the library, because state of
+/// the whole process has no other owner. It is never destroyed, since threads may outlive main.
 class Process {
  public:
   static Process& here() {
@@ -206,14 +206,14 @@ class Process {
     return *process;
   }
 
-  /// A pool begins; gives the threads that it has.
+  /// Registers a pool, starts missing threads, and returns the pool's number of threads.
   int enter(int threads) {
     const std::lock_guard lock(mutex_);
     ++pools_;
     return std::min(threads, grown(threads).size());
   }
 
-  /// A pool ends. The last one ends the threads.
+  /// Unregisters a pool. The last one ends the threads.
   void leave() {
     Crew* last = nullptr;
     {
@@ -223,7 +223,7 @@ class Process {
     delete last;
   }
 
-  /// The threads, for a pool that lives and has so many. They are missing after a fork alone.
+  /// The threads, for a live pool of that size. They are missing only after a fork.
   Crew& crew(int threads) {
     Crew* const crew = crew_;
     if (crew != nullptr && crew->asked_for() >= threads) return *crew;
@@ -249,15 +249,15 @@ class Process {
     return crew;
   }
 
-  /// In the child of a fork the threads are not there, and what they held stays held: their crew is
-  /// never touched again.
+  /// In the child of a fork the threads do not exist, and locks that they held stay locked: their
+  /// crew is never touched again.
   void leave_crew() {
     if (Crew* const crew = crew_.exchange(nullptr)) left_behind_ = crew;
   }
 
   std::mutex mutex_;
   std::atomic<Crew*> crew_{nullptr};
-  Crew* left_behind_ = nullptr;  // so that it is no leak
+  Crew* left_behind_ = nullptr;  // so that it is not a leak
   int pools_ = 0;
 };
 

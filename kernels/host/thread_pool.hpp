@@ -1,6 +1,6 @@
-// The threads of a process that wait for work, and the pools by which layers share them. The caller
-// works too; items are handed out one at a time, so what an item computes must not depend on the
-// thread that computes it.
+// The process's threads that wait for work, and the pools through which layers share them. The
+// caller works too. Items are handed out one at a time, so the result of an item must not depend on
+// the thread that computes it.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 
 namespace longspan::kernels::host {
 
-/// A claim to so many threads. All pools of a process share the same ones: as many as the largest
-/// asks for, which end with the last pool. After a fork the child starts its own when it first has
-/// work for them.
+/// A claim to a number of threads. All pools of a process share the same threads, as many as the
+/// largest asks for, which end with the last pool. After a fork the child starts its own when it
+/// first needs them.
 class ThreadPool {
  public:
-  /// Starts the threads that are missing; `threads` counts the caller. There are fewer where the
-  /// system starts no more (size()).
+  /// Starts the missing threads; `threads` counts the caller. There are fewer if the system starts
+  /// no more (size()).
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -23,10 +23,10 @@ class ThreadPool {
   int size() const { return size_; }
 
   /// Calls work(item, thread) for each item in [0, items), thread in [0, size()); returns when all
-  /// are done. The caller is thread 0; of what it throws, the first is thrown here, and the items
-  /// that are left are not done. Workers must not throw. Several threads may run at once, by one
-  /// pool or by several: none waits for another, since each does its own items that no worker has
-  /// taken.
+  /// are done. The caller is thread 0. If it throws, its first exception is rethrown here, and the
+  /// remaining items are not done. Workers must not throw. Several threads may call run at once, on
+  /// one pool or several: none waits for another, since each does those of its own items that no
+  /// worker has taken.
   template <class Work>
   void run(std::int64_t items, const Work& work) const {
     run(items, &work, [](const void* context, std::int64_t item, int thread) {

@@ -1,7 +1,7 @@
 // A tile is some query rows of one kv head (tokens times the group's heads), or few rows of each of
-// several, on some leaves of the fixed order (order.hpp). It is what one thread computes at a time,
-// with all of its memory in a TileSpace that stays in the core's cache. What a tile holds does not
-// change the bits of a row.
+// several kv heads, on some leaves of the fixed order (order.hpp). One thread computes it at a
+// time, with all of its memory in a TileSpace that stays in the core's cache. The shape of a tile
+// does not change the bits of a row.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class KeyRows;  // key_rows.hpp
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 384;  // most rows of a tile; 144 where the cache is small
 inline constexpr int kSmallTileRows = 144;
-inline constexpr int kFewRows = 8;     // a tile of so few reads keys and values where they lie
-inline constexpr int kFewKeys = 32;    // most that such a tile reads of each head in turn
+inline constexpr int kFewRows = 8;     // a tile of at most this many reads keys and values in place
+inline constexpr int kFewKeys = 32;    // most keys that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
 
@@ -33,7 +33,7 @@ struct Sequence {
   Shard shard;
   std::int64_t first_row;    // of q
   std::int64_t query_len;    // on this rank
-  std::int64_t context_len;  // position of its first query, on whatever rank
+  std::int64_t context_len;  // position of its first query, on any rank
   std::int64_t kv_len;       // on all ranks
   std::int64_t first_key;
   std::int64_t keys;  // on this rank
@@ -53,7 +53,7 @@ struct Sequence {
 
 struct Tile {
   Sequence sequence;
-  int kv_head, kv_heads;  // the first one, and how many: one, but for tiles of few rows
+  int kv_head, kv_heads;  // the first one, and their number: one, except for tiles of few rows
   std::int64_t first;  // of the sequence's rows of each kv head: token * group + head in the group
   int rows;            // of each kv head
   int first_leaf, last_leaf;  // leaves [first_leaf, last_leaf)
@@ -62,7 +62,7 @@ struct Tile {
   int states() const { return rows * kv_heads; }
 };
 
-/// Whether keys and values can be read where they lie, without packing, by tiles of few rows.
+/// Whether tiles of few rows can read keys and values in place, without packing.
 inline bool reads_in_place(const AttendParams& p) {
   return p.k.dense() && p.v.dense() && p.head_dim % 16 == 0 && p.value_dim % 16 == 0;
 }
@@ -73,7 +73,7 @@ struct TileSpace {
   int levels = 0;  // of the stack of states
 
   float* q = nullptr;        // [rows, head_dim]
-  float* scores = nullptr;   // [rows, 128], which become weights
+  float* scores = nullptr;   // [rows, 128], later weights
   float* segment = nullptr;  // keys [2, head_dim, 64], and then values [value_dim / 64, 128, 64]
   float* o = nullptr;        // [levels, rows, padded value_dim]
   Stats* stats = nullptr;    // [levels, rows]
@@ -115,15 +115,15 @@ struct TileSpace {
 /// Whether tiles of few rows, and so of several kv heads, can be read in place on this machine.
 bool has_few_rows();
 
-/// Segments of a kv head's keys that are packed ahead, for all tiles (PackedKeys); or none.
+/// Segments of a kv head's keys that are already packed, for all tiles (PackedKeys); or none.
 struct PackedSegments {
   const std::byte* data = nullptr;  // [segments, bytes]: the `segment` of a TileSpace or Bf16Space
   std::int64_t bytes = 0;
-  const std::uint8_t* finite = nullptr;  // [segments] what pack_bf16_segment said
-  std::int64_t first = 0;                // the local segment that comes first
+  const std::uint8_t* finite = nullptr;  // [segments] results of pack_bf16_segment
+  std::int64_t first = 0;                // the first local segment
 
   explicit operator bool() const { return data != nullptr; }
-  /// The number of the segment that begins with a local key.
+  /// The index of the segment that begins with a local key.
   std::int64_t number(std::int64_t first_key) const { return first_key / kSegment - first; }
   template <class T>
   const T* at(std::int64_t first_key) const {
@@ -131,8 +131,8 @@ struct PackedSegments {
   }
 };
 
-/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, as the `segment` of a
-/// TileSpace.
+/// Packs the keys `keys` of a segment whose rows are `rows`, and its values, into the `segment` of
+/// a TileSpace.
 void pack_segment(const AttendParams& params, const KeyRows& rows, Range keys, float* segment);
 
 /// Leaves the state of the tile's rows in level 0 of the space. Without `packed` the tile packs for

@@ -1,7 +1,7 @@
-// Finds what the rows of a tile see of this rank's keys. Where positions ascend with the local
-// index, the keys that a row sees are an interval of local keys, and the whole mask is arithmetic
-// on intervals: nothing is computed for segments that no row sees. In a `listed` shard positions
-// come in any order: every segment is visited and every key tested.
+// Finds which of this rank's keys the rows of a tile see. If positions ascend with the local index,
+// the keys that a row sees are an interval of local keys, and the whole mask is arithmetic on
+// intervals: nothing is computed for segments that no row sees. In a `listed` shard positions have
+// any order: every segment is visited and every key tested.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class Visible {
   }
 
   /// Calls visit(index, segment) for each segment of the tile's leaves that some row may see, in
-  /// fold order; `index` is the segment's place in the tree over all leaves.
+  /// fold order; `index` is the segment's index in the tree over all leaves.
   template <class Visit>
   void for_each_segment(Visit&& visit) const {
     if (any_.empty()) return;
@@ -65,8 +65,8 @@ class Visible {
   /// The local keys that some row may see.
   Interval any() const { return any_; }
 
-  /// Whether some row may see a key of the segment. Rows that a rank has of a sequence may lie far
-  /// apart, and see nothing of what lies between.
+  /// Whether some row may see a key of the segment. A rank's rows of a sequence may be far apart,
+  /// and see nothing of what lies between.
   bool some_row_sees(const Segment& segment) const {
     int first = 0, last = tile_.rows;  // the first row that does not end before the segment
     while (first < last) {
@@ -88,7 +88,7 @@ class Visible {
   /// Whether no key is seen by some rows only.
   bool rows_see_alike() const { return any_.begin == all_.begin && any_.end == all_.end; }
 
-  /// Makes the scores of the keys in `range` that the row does not see -inf.
+  /// Sets the scores of keys in `range` that the row does not see to -inf.
   void hide(const Segment& segment, int row, Range range, float* scores) const {
     if (full(segment) && segment.keys == kSegment) return;
     const Range own = keys(segment, row, row);
@@ -101,7 +101,7 @@ class Visible {
   }
 
  protected:
-  /// Finds what every row sees, into memory [rows] that lives as long as this.
+  /// Computes what every row sees, into memory [rows] that outlives this.
   void find_rows(Interval* found) {
     for (int row = 0; row < tile_.rows; ++row)
       found[row] = row > 0 && (tile_.first + row) % group_ > 0 ? found[row - 1] : local_keys(row);
@@ -114,8 +114,8 @@ class Visible {
     const std::int64_t token = (tile_.first + row) / group_;
     Interval seen = p_.visible(s.index, p_.query_position(s.index, token, s.kv_len), s.kv_len);
     if (p_.documents) {
-      // Rows outside of all documents see nothing. That nothing must not stretch the hull of the
-      // rows beside them over keys outside, which no row sees.
+      // Rows outside of all documents see nothing. Their empty interval must not extend the hull of
+      // the rows beside them over outside keys, which no row sees.
       const Documents& d = p_.documents;
       const std::int64_t begin = d.count > 0 ? d.start[0] : 0;
       const std::int64_t end = d.count > 0 ? d.start[d.count] : 0;
@@ -154,11 +154,11 @@ class Visible {
   bool listed_;
   Interval any_;  // local keys that some row sees, and that all see
   Interval all_;
-  const Interval* found_ = nullptr;  // [rows] what each row sees, if it was found
+  const Interval* found_ = nullptr;  // [rows] what each row sees, if computed
 };
 
 /// The same for a tile of at most `kRows` rows that asks for every row in many segments: rows of a
-/// sharded sequence may lie so far apart that hardly a segment is seen by all of them.
+/// sharded sequence may be so far apart that hardly any segment is seen by all of them.
 template <int kRows>
 class VisibleRows : public Visible {
  public:

@@ -1,14 +1,14 @@
-// What nvcc gives to every .cu file of itself, for g++: this header is included ahead of each
-// (-include), as nvcc includes cuda_runtime.h. Qualifiers, the names of the thread that runs, what
-// warps and blocks do together, atomics, and the intrinsics that CUDA's headers have for devices
-// alone.
+// The declarations that nvcc provides to every .cu file, for g++: this header is included before
+// each (-include), as nvcc includes cuda_runtime.h. It has qualifiers, the built-in variables of
+// the running thread, warp and block operations, atomics, and the intrinsics that CUDA's headers
+// have only for devices.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
-#include <math.h>  // isfinite and its like without std::
+#include <math.h>  // isfinite and the like without std::
 
 #include <algorithm>
 #include <bit>
@@ -38,16 +38,16 @@
 #define __constant__
 #define __launch_bounds__(...)
 #define __grid_constant__
-// No attribute: libstdc++ spells its own with this name.
+// No attribute: libstdc++ spells its own attribute with this name.
 #define __noinline__
 #define __forceinline__ inline
 #define __restrict__ __restrict
-// Blocks are many in a process: their variables come from arch/shared.cuh.
+// A process has many blocks: their variables come from arch/shared.cuh.
 #define __shared__ static_assert_use_arch_shared
 
-// ---- the thread that runs ----------------------------------------------------------------------
+// ---- the running thread ------------------------------------------------------------------------
 
-/// Set by the machine whenever another thread goes on.
+/// Set by the machine whenever it switches threads.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 inline constexpr int warpSize = 32;
@@ -65,7 +65,7 @@ concept Scalar = std::is_trivially_copyable_v<T> &&
 
 inline void nothing(void* const (&)[32], unsigned) {}
 
-/// What a lane brings to a shuffle, and what it takes away.
+/// A lane's input to a shuffle, and its output.
 template <class T>
 struct Shuffled {
   T value, result;
@@ -86,7 +86,8 @@ void shuffle_lanes(void* const (&lanes)[32], unsigned mask) {
   }
 }
 
-/// `source`: of the lane's own number in its section of `width` lanes; beyond the section, itself.
+/// `source`: a function of the lane's index in its section of `width` lanes; beyond the section,
+/// the lane itself.
 template <Scalar T, class Source>
 T shuffle(unsigned mask, const char* what, T value, int width, const Source& source, Site site) {
   if (width < 1 || width > 32 || !std::has_single_bit(static_cast<unsigned>(width)))
@@ -98,7 +99,7 @@ T shuffle(unsigned mask, const char* what, T value, int width, const Source& sou
   return brought.result;
 }
 
-/// All lanes' values in one, which every lane gets.
+/// Combines all lanes' values into one, which every lane gets.
 template <class T, auto kCombine>
 T combine(unsigned mask, const char* what, T value, Site site) {
   meet(
@@ -199,13 +200,13 @@ __reduce_add_sync(unsigned mask, T value, Site site = Site::current()) {
   return combine<T, kSum<T>>(mask, "__reduce_add_sync", value, site);
 }
 
-/// Lanes of a warp need not run together, so that each may find itself alone.
+/// Lanes of a warp need not run together, so each may be the only active one.
 inline unsigned __activemask() { return 1u << longspan::simulated::lane(); }
 
 // ---- atomics -----------------------------------------------------------------------------------
 
-// One thread at a time runs, but other processes' may share the memory. What an atomic access does
-// not order no one may rely on.
+// Only one thread runs at a time, but other processes may share the memory. Do not rely on any
+// order that an atomic access does not give.
 
 namespace longspan::simulated::builtins {
 
@@ -330,7 +331,7 @@ inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 
-// Each rounded by itself: builds have -ffp-contract=off.
+// Each is rounded separately: builds have -ffp-contract=off.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -344,7 +345,7 @@ inline int __clzll(long long x) { return std::countl_zero(static_cast<unsigned l
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 
-/// Byte i of the result is that of (high, low) which nibble i names; its bit 3 spreads the sign.
+/// Byte i of the result is the byte of (high, low) that nibble i names; its bit 3 spreads the sign.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const std::uint64_t both = low | static_cast<std::uint64_t>(high) << 32;
   unsigned result = 0;
@@ -367,7 +368,7 @@ inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return std::m
 inline unsigned __vimin3_u32(unsigned a, unsigned b, unsigned c) { return std::min({a, b, c}); }
 
 // CUDA's min and max take two integers of different signs as unsigned, and of different sizes as
-// the larger; of a number and NaN the number.
+// the larger; of a number and NaN they return the number.
 namespace longspan::simulated::builtins {
 
 template <class A, class B>
@@ -403,7 +404,7 @@ auto max(A a, B b) { return longspan::simulated::builtins::most(a, b); }
 
 // ---- the runtime -------------------------------------------------------------------------------
 
-/// As cuda_runtime.h has it for nvcc: of kernels, which are templates as a rule.
+/// As cuda_runtime.h has it for nvcc: for kernels, which are usually templates.
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
   return ::cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);

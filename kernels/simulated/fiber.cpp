@@ -23,7 +23,7 @@
     "the simulator switches stacks with instructions of x86-64: add this processor's in fiber.cpp"
 #endif
 
-// Saves what a call preserves on the stack that ends, and takes it from the one that goes on.
+// Saves the registers that a call preserves on the old stack, and restores them from the new one.
 extern "C" void longspan_switch_stack(void** from, void* to);
 asm(R"(
 .text
@@ -58,9 +58,9 @@ constexpr std::size_t kLine = 64, kLinesOfPage = 64;  // of a cache
 
 std::size_t page_bytes() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
 
-/// Under ThreadSanitizer a stack stays with the context that has written to it, so that it is never
-/// another's. What a barrier costs grows with the number of contexts, so they are used again: the
-/// one that has been free for longest, since accesses of one are never found to race.
+/// Under ThreadSanitizer a stack stays with the context that has written to it, so it never becomes
+/// another's. The cost of a barrier grows with the number of contexts, so they are reused: the one
+/// that has been free longest, since accesses of one context are never found to race.
 struct Stack {
   char* memory = nullptr;
   void* context = nullptr;
@@ -89,7 +89,7 @@ void* make_context() {
   ++contexts_made;
   return __tsan_create_fiber(0);
 }
-/// What it knew as another does not matter: that one was over before this one begins.
+/// Its knowledge from earlier use does not matter: that use ended before this one begins.
 void begin_anew(void* context) {
   void* const before = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(context, 0);
@@ -113,14 +113,14 @@ Stack take_stack() {
   return stack;
 #else
   if (free_stacks().empty()) return {make_stack(), nullptr};
-  const Stack stack = free_stacks().back();  // what was used last is in the caches
+  const Stack stack = free_stacks().back();  // the last one used is in the caches
   free_stacks().pop_back();
   return stack;
 #endif
 }
 
-/// Stacks are alike, so that their frames would lie in the same sets of the caches, and push each
-/// other out with each lane of a warp. This many bytes of a page stay free at the top of the next.
+/// Stacks are alike, so their frames would fall into the same sets of the caches and evict each
+/// other with each lane of a warp. This many bytes of a page stay free at the top of the next.
 std::size_t next_offset() {
   constexpr std::size_t kStep = 21;  // lines; coprime to those of a page
   static std::size_t count = 0;
@@ -132,10 +132,11 @@ void* scheduler_pointer = nullptr;
 [[maybe_unused]] void* scheduler_fake_stack = nullptr;
 [[maybe_unused]] const void* scheduler_bottom = nullptr;
 [[maybe_unused]] std::size_t scheduler_size = 0;
-[[maybe_unused]] bool from_scheduler = false;  // whoever runs was entered, not handed over to
+[[maybe_unused]] bool from_scheduler = false;  // whether the running fiber was entered, not handed
+                                               // over to
 
 #if defined(__SANITIZE_ADDRESS__)
-/// On the stack that goes on. Where the scheduler's lies is only known when it is left.
+/// Runs on the new stack. The scheduler's stack is only known when it is left.
 void finish_switch(void* fake_stack) {
   __sanitizer_finish_switch_fiber(fake_stack, from_scheduler ? &scheduler_bottom : nullptr,
                                   from_scheduler ? &scheduler_size : nullptr);

@@ -1,11 +1,11 @@
-// Fibers: stacks between which one host thread switches. Sanitizers are told of each switch.
+// Fibers: stacks between which one host thread switches. Sanitizers are informed of each switch.
 #pragma once
 
 #include <cstddef>
 
 namespace longspan::simulated {
 
-/// A stack and where it stopped. The first switch to it calls `entry`, which never returns.
+/// A stack and its saved position. The first switch to it calls `entry`, which never returns.
 class Fiber {
  public:
   using Entry = void (*)();
@@ -16,16 +16,16 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
 
   void begin(Entry entry);
-  /// The stack goes back to those that are free.
+  /// Returns the stack to the free ones.
   void end();
 
-  /// From the scheduler to this fiber, until it calls `leave`.
+  /// Switches from the scheduler to this fiber, until it calls `leave`.
   void enter();
-  /// From this fiber, which runs, to the scheduler. `for_good`: it never runs again.
+  /// Switches from this running fiber to the scheduler. `for_good`: it never runs again.
   void leave(bool for_good);
-  /// From this fiber, which runs, to another one, past the scheduler.
+  /// Switches from this running fiber directly to another one, without the scheduler.
   void hand_over(Fiber& next, bool for_good);
-  /// Called first by every entry.
+  /// Every entry must call this first.
   static void arrive();
 
  private:

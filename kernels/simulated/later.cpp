@@ -1,6 +1,6 @@
-// What happens later than it was asked for: copies of threads and of TMA, products of
-// the tensor cores, and words on their way to other GPUs. Each waits here until a schedule lets it
-// happen, or until somebody waits for it; the places that it will write are poison meanwhile.
+// Events that happen later than they are requested: copies of threads and of TMA, products of the
+// tensor cores, and words to other GPUs. Each waits here until a schedule releases it, or until a
+// thread waits for it; its destination is poison meanwhile.
 #include <algorithm>
 #include <cstring>
 
@@ -13,8 +13,8 @@
 namespace longspan::simulated {
 namespace {
 
-std::vector<Lane*> copying;      // with copies under way
-std::vector<Warp*> multiplying;  // with groups that are committed
+std::vector<Lane*> copying;      // with copies in flight
+std::vector<Warp*> multiplying;  // with committed groups
 std::vector<std::unique_ptr<EngineCopy>> engine_copies;
 
 struct Word {
@@ -24,7 +24,7 @@ struct Word {
   const Block* block;
   const Grid* grid;
 };
-/// On their way to the same eight bytes, in the order in which they were sent: mostly one.
+/// In flight to the same eight bytes, in the order in which they were sent: usually one.
 class Sent {
  public:
   Sent(std::uintptr_t place, const Word& word) : place_(place), first_(word) {}
@@ -47,8 +47,8 @@ class Sent {
 };
 std::vector<Sent> sent;
 
-/// Where the words of a place stand in `sent`: a table with room for twice as many, in which an
-/// entry stands where its place says, or right behind others.
+/// Maps the address of a word to its index in `sent`: a hash table with room for twice as many,
+/// with linear probing.
 class Places {
  public:
   static constexpr std::size_t kNone = ~std::size_t{0};
@@ -70,7 +70,7 @@ class Places {
   void erase(std::uintptr_t place) {
     std::size_t free = first(place);
     while (table_[free].place != place || table_[free].which == kNone) free = (free + 1) & mask();
-    // Those behind it close up, unless that would put them ahead of where they are looked for.
+    // Entries after it move up, unless that would put them before their own hash index.
     for (std::size_t at = (free + 1) & mask(); table_[at].which != kNone; at = (at + 1) & mask())
       if (((at - first(table_[at].place)) & mask()) >= ((at - free) & mask())) {
         table_[free] = table_[at];
@@ -102,14 +102,14 @@ class Places {
 };
 Places places;
 
-/// What something that happens now reads and writes, which its agent is said to do when it is over:
-/// until then all accesses are the machine's own.
+/// The reads and writes of an event that happens now, which are attributed to its agent when it is
+/// over: until then all accesses are the machine's own.
 struct Access {
   void* where;
   std::size_t bytes;
 };
 std::vector<Access> reads, writes;
-/// The warp whose products or copies read now, and the instruction that queued them.
+/// The warp whose products or copies are reading now, and the instruction that queued them.
 const Warp* reader = nullptr;
 Site reader_site;
 
@@ -125,7 +125,7 @@ void note_writes() {
   writes.clear();
 }
 
-/// What will be written later is NaN until then, and AddressSanitizer reports who touches it.
+/// Memory with a pending write is NaN until then, and AddressSanitizer reports accesses to it.
 void poison(void* to, std::size_t bytes) {
   std::memset(to, 0xff, bytes);
 #if defined(__SANITIZE_ADDRESS__)
@@ -156,7 +156,7 @@ void await(Block& block, std::byte* to, std::size_t bytes) {
                  [&](std::size_t word, std::uint64_t bits) { block.under_way[word] |= bits; });
   poison(to, bytes);
 }
-/// It is about to write what it brings.
+/// It is about to write its data.
 void end_await(Block& block, std::byte* to, std::size_t bytes) {
   for_each_piece(block, to, bytes,
                  [&](std::size_t word, std::uint64_t bits) { block.under_way[word] &= ~bits; });
@@ -201,7 +201,7 @@ void land(Lane& lane, std::size_t which) {
   std::memset(copy.to + copy.bytes, 0, static_cast<std::size_t>(copy.size - copy.bytes));
 }
 
-/// Some copy of the lane; an arrival only when all before it have landed.
+/// Lands some copy of the lane; an arrival only when all copies before it have landed.
 void land_some(Lane& lane) {
   std::size_t which = 0;
   if (lane.copies.front().barrier == nullptr) {
@@ -272,7 +272,7 @@ std::uintptr_t place_of(const void* address) {
   return reinterpret_cast<std::uintptr_t>(address) / 8;
 }
 
-/// The first of those on their way to one place; false: it was the last.
+/// Delivers the first of those in flight to one address; false: it was the last.
 bool deliver(std::size_t which) {
   const Word word = sent[which][0];
   if (word.bytes == 8)
@@ -291,7 +291,7 @@ bool deliver(std::size_t which) {
   return false;
 }
 
-/// Those of this place up to the last that `is_wanted`.
+/// Delivers those of this address up to the last that `is_wanted`.
 template <class Wanted>
 void deliver_up_to(std::size_t which, const Wanted& is_wanted) {
   const Sent& words = sent[which];
@@ -331,7 +331,7 @@ bool deliver_one() {
   return true;
 }
 void deliver_all(const Grid* of) {
-  // From the end, whose place a later one takes when it is empty.
+  // From the end, because a later one replaces an empty entry.
   for (std::size_t which = sent.size(); which-- > 0;)
     deliver_up_to(which, [&](const Word& word) { return of == nullptr || word.grid == of; });
 }
@@ -499,7 +499,7 @@ void wait_products(int pending, Site site) {
   current->warp->products_done.acquire();
 }
 void product_reads(const void* from, std::size_t bytes) {
-  // Stores in quiet are no accesses to ThreadSanitizer. A warp's own have to be fenced at least.
+  // ThreadSanitizer does not see quiet stores. At least a warp's own have to be fenced.
   const auto* const begin = static_cast<const std::byte*>(from);
   for (const Unfenced& store : reader->unfenced)
     if (store.place < begin + bytes && begin < static_cast<std::byte*>(store.place) + store.bytes)
@@ -542,7 +542,7 @@ void send_word(void* to, std::uint64_t value, int bytes, Site site) {
   if (schedule().deliver >= 1) deliver(which);
 }
 std::uint64_t fetch_word(const void* from, int bytes, Site site) {
-  // Whoever looks again and again waits for somebody.
+  // A thread that reads again and again waits for another.
   if (++current->fetches % 16 == 0)
     spin(site);
   else

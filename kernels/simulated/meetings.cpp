@@ -1,4 +1,5 @@
-// Where threads meet: lanes of a warp, threads of a block, and mbarriers. And shared memory.
+// Synchronisation of threads: lanes of a warp, threads of a block, and mbarriers. Also shared
+// memory.
 #include <algorithm>
 #include <cstring>
 
@@ -11,15 +12,16 @@
 namespace longspan::simulated {
 namespace {
 
-constexpr std::uint32_t kWindow = 1024;  // where the shared window's first object is, as on Hopper
+constexpr std::uint32_t kWindow = 1024;  // address of the shared window's first object, as on
+                                         // Hopper
 constexpr std::size_t kOwnVariables = std::size_t{48} << 10;
 
-/// After the last one has come: it goes on, or others do.
+/// After the last one has arrived: it continues, or others do.
 void after_meeting(const char* what, Site site) {
   if (yields.comes_true()) leave_warp(what, site, false);
 }
 
-/// The asynchronous proxy learns at a barrier what the proxies of the others know.
+/// At a barrier the asynchronous proxy learns what the proxies of the others know.
 void release_proxy(Order& order) { current->warp->proxy.release(order); }
 void acquire_proxy(Order& order) { current->warp->proxy.acquire(order); }
 
@@ -186,7 +188,7 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
 
 namespace {
 
-/// What stands in an mbarrier's word: its place among those of the block, and a mark that nobody
+/// The contents of an mbarrier's word: its index among those of the block, and a mark that nothing
 /// else would write.
 constexpr int kPlaceBits = 16;
 std::uint64_t mark_of(const void* word) {
@@ -274,7 +276,7 @@ void let_next_kernel_start() {
   const Quiet quiet;
   Block& block = *current->warp->block;
   if (block.lets_next_start) return;
-  // One call of a block's threads is enough (PTX, griddepcontrol).
+  // One call by a block's threads is enough (PTX, griddepcontrol).
   block.lets_next_start = true;
   release(*block.grid);
   note_progress();

@@ -1,5 +1,5 @@
-// Roundings to the types of tensor cores, as the GPU's conversions make them: to nearest even, and
-// to tf32 with ties away from zero. NaN becomes the one NaN that the instructions give.
+// Roundings to the types of tensor cores, as the GPU's conversions do: to nearest even, and to tf32
+// with ties away from zero. NaN becomes the one NaN that the instructions give.
 #pragma once
 
 #include <bit>
@@ -17,7 +17,8 @@ std::uint32_t narrow(std::uint32_t magnitude) {
   constexpr int kDropped = 23 - kBits;
   constexpr std::uint32_t kSmallest = static_cast<std::uint32_t>(127 + kLeast) << 23;
   if (magnitude < kSmallest) {
-    // A float this large has the step of the format's subnormals, so that the sum rounds to it.
+    // The spacing of floats around this value is the step of the format's subnormals, so the sum
+    // rounds to it.
     constexpr std::uint32_t kLarge = static_cast<std::uint32_t>(127 + kLeast + kDropped) << 23;
     const float sum = std::bit_cast<float>(magnitude) + std::bit_cast<float>(kLarge);
     return std::bit_cast<std::uint32_t>(sum) - kLarge;
@@ -50,7 +51,7 @@ inline std::uint8_t e4m3_bits(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x), magnitude = bits & 0x7fffffff;
   if (magnitude > numbers::kInfinity) return 0x7f;
   const std::uint32_t sign = bits >> 24 & 0x80;
-  constexpr std::uint32_t kTooLarge = 0x43e80000;  // 464, and so on to what would be 480
+  constexpr std::uint32_t kTooLarge = 0x43e80000;  // 464, and beyond towards what would be 480
   const std::uint32_t narrow = magnitude >= kTooLarge ? 0x7e : numbers::narrow<3, -6>(magnitude);
   return static_cast<std::uint8_t>(sign | (narrow > 0x7e ? 0x7e : narrow));
 }

@@ -1,7 +1,7 @@
-// What the machine tells ThreadSanitizer, in builds that have it: each CUDA thread is a fiber of
-// its own, and so is everybody who reads and writes on its behalf: its asynchronous copies, the
-// TMA, the tensor cores. A barrier is a release and an acquire. Without ThreadSanitizer
-// all of it is nothing.
+// The machine's annotations for ThreadSanitizer, in builds that have it. Each CUDA thread is a
+// separate fiber, and so is each agent that reads and writes on its behalf: its asynchronous
+// copies, the TMA, the tensor cores. A barrier is a release and an acquire. Without ThreadSanitizer
+// all of it is empty.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ inline constexpr bool kDetectsRaces = true;
 inline constexpr bool kDetectsRaces = false;
 #endif
 
-/// What has happened before, as somebody knows it: released by one, acquired by another.
+/// The events that happened before, as one agent knows them: one releases it, another acquires it.
 class Order {
  public:
   void release() {
@@ -49,7 +49,7 @@ class Order {
   char address_ = 0;
 };
 
-/// Somebody whose accesses are ordered on their own. Begun where it is first asked for.
+/// An agent whose accesses are ordered separately. Created when first used.
 class Agent {
  public:
   Agent() = default;
@@ -57,9 +57,9 @@ class Agent {
   Agent& operator=(const Agent&) = delete;
   ~Agent();
 
-  /// Knows what whoever runs knows, now and once.
+  /// Learns, once, what the running thread knows now.
   void begin();
-  /// work() as this agent.
+  /// Calls work() as this agent.
   template <class Work>
   void act(const Work& work) {
 #ifdef LONGSPAN_SIMULATED_TSAN
@@ -94,7 +94,8 @@ inline void note_write([[maybe_unused]] void* to, [[maybe_unused]] std::size_t b
 #endif
 }
 
-/// Orders by a word of memory: who acquires there knows what whoever released there knew.
+/// Orders through a word of memory: an agent that acquires there knows what the agents that
+/// released there knew.
 inline void release_at([[maybe_unused]] void* address) {
 #ifdef LONGSPAN_SIMULATED_TSAN
   __tsan_release(address);
@@ -106,11 +107,11 @@ inline void acquire_at([[maybe_unused]] const void* address) {
 #endif
 }
 
-/// Memory that begins anew, as another's: who had it before has nothing to do with who has it now.
+/// Memory that is reused by another owner: its earlier accesses cannot race with the new owner's.
 /// Whole pages; their contents are lost.
 void forget_accesses(void* memory, std::size_t bytes);
 
-/// While it lives accesses are the machine's own, and nobody's.
+/// During its lifetime accesses are the machine's own, and attributed to no agent.
 class Quiet {
  public:
 #ifdef LONGSPAN_SIMULATED_TSAN

@@ -1,4 +1,4 @@
-// What a seed decides: how warps and lanes are chosen, and when what is under way happens.
+// The decisions of a seed: how warps and lanes are chosen, and when operations in flight happen.
 #include <cmath>
 #include <cstdlib>
 #include <random>

@@ -1,4 +1,4 @@
-// Blocks that become resident, warps that take turns, and the end of all that cannot go on.
+// Makes blocks resident, gives warps their turns, and ends the process if nothing can move.
 #include <immintrin.h>
 #include <sys/mman.h>
 
@@ -29,9 +29,9 @@ Lane* current = nullptr;
 
 namespace {
 
-constexpr std::size_t kOwnVariables = std::size_t{48} << 10;  // of a block, beside dynamic memory
+constexpr std::size_t kOwnVariables = std::size_t{48} << 10;  // of a block, besides dynamic memory
 constexpr std::size_t kArena = (std::size_t{228} << 10) + kOwnVariables;
-// Turns of each warp in which nothing moves: where time passes, ten minutes of the GPU's clock.
+// Turns of each warp in which nothing moves: if time passes, ten minutes of the GPU's clock.
 constexpr std::uint64_t kMostStill = 2'400'000;
 
 struct Multiprocessor {
@@ -46,10 +46,10 @@ std::map<int, Device> devices;
 int waiting_grids = 0;  // of all devices
 std::vector<std::unique_ptr<Block>> resident;
 std::vector<Warp*> ready;         // in no order
-std::vector<std::uint64_t> keys;  // of each of them: the least goes on, unless chance decides
+std::vector<std::uint64_t> keys;  // of each of them: the least runs next, unless chance decides
 std::vector<std::byte*> arenas;
 Warp* last = nullptr;  // that ran
-bool leaves = false;   // the warp that runs leaves after this lane
+bool leaves = false;   // the running warp leaves after this lane
 bool moved = false;    // something happened that others may wait for
 std::uint64_t clock_now = 1'000'000'000, lowest_priority = std::uint64_t{1} << 62;
 std::uint64_t idle_slices = 0, turn = 0;
@@ -107,14 +107,14 @@ void make_last(Warp& warp) {
   set_key(warp);
 }
 
-/// In vectors, which -O2 alone does not make of it.
+/// Vectorised, which -O2 alone does not do.
 __attribute__((optimize("O3"))) std::uint64_t least_key() {
   std::uint64_t least = ~std::uint64_t{0};
   for (const std::uint64_t key : keys) least = key < least ? key : least;
   return least;
 }
 
-/// The place of the set bit with so many others below it.
+/// The index of the set bit that has `below` set bits below it.
 int set_bit(unsigned bits, unsigned below) {
 #ifdef __BMI2__
   return __builtin_ctz(_pdep_u32(1u << below, bits));
@@ -141,7 +141,7 @@ Warp* choose_warp() {
                                         keys.begin())];
 }
 
-/// The lane that goes on is the one that runs.
+/// Returns the lane to run, and marks it as running.
 Lane& take_lane(Warp& warp) {
   Lane& lane = *warp.lanes[choose_lane(warp)];
   warp.ready &= ~(1u << lane.number);
@@ -151,7 +151,7 @@ Lane& take_lane(Warp& warp) {
   return lane;
 }
 
-/// The thread that runs stops here, and another lane of its warp goes on at once, if one can and
+/// The running thread stops here, and another lane of its warp continues at once, if one can and
 /// the warp's turn is not over.
 void stop_here(bool for_good) {
   Lane& lane = *current;
@@ -172,7 +172,7 @@ void entry() {
     end_lane(*lane);
   }
   stop_here(true);
-  std::abort();  // nobody enters it again
+  std::abort();  // it is never entered again
 }
 
 void run_warp(Warp& warp) {
@@ -183,7 +183,7 @@ void run_warp(Warp& warp) {
   blockDim = warp.block->grid->kernel.block;
   gridDim = warp.block->grid->kernel.grid;
   leaves = false;
-  take_lane(warp).fiber.enter();  // until none of its lanes can go on, or it leaves
+  take_lane(warp).fiber.enter();  // until none of its lanes can continue, or it leaves
   current = nullptr;
   if (warp.ready == 0) remove_ready(warp);
 }
@@ -219,7 +219,7 @@ void begin_block(const GridHandle& grid, unsigned number, int multiprocessor) {
   block.shared = take_arena();
   const std::size_t dynamic = (grid->kernel.shared_bytes + 1023) / 1024 * 1024;
   block.own_variables = block.shared + dynamic;
-  // Nobody has written it: NaN, and bytes past the end are nobody's.
+  // It is uninitialised: NaN, and bytes past the end belong to nothing.
   std::memset(block.shared, 0xff, dynamic + kOwnVariables);
 #if defined(__SANITIZE_ADDRESS__)
   ASAN_POISON_MEMORY_REGION(block.shared + grid->kernel.shared_bytes,
@@ -302,7 +302,7 @@ void end_lane(Lane& lane) {
   warp.alive &= ~(1u << lane.number);
   block.grid->done.release();
   note_progress();
-  // Threads that have ended hold up nobody.
+  // Threads that have ended hold up no other.
   for (auto& meeting : warp.meetings)
     if (meeting->arrived != 0 && meeting->arrived == (meeting->mask & warp.alive)) {
       if (meeting->complete) meeting->complete(meeting->data, meeting->arrived);
@@ -352,7 +352,7 @@ void print_places() {
   std::abort();
 }
 
-/// A kernel that never gives others a turn is seen from outside.
+/// A watchdog for a kernel that never gives others a turn.
 void watch() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -377,7 +377,7 @@ void watch() {
   });
 }
 
-/// Copies land, and of the words on their way as many arrive as bring the end near.
+/// Lets copies land, and delivers as many of the words in flight as bring the end near.
 bool let_something_happen() {
   if (land_one()) return true;
   bool any = false;
@@ -419,8 +419,8 @@ bool run_slice() {
   } else {
     ran = land_one() || deliver_one();
   }
-  // Where all that could run only waits in loops, words arrive, and then time passes. Who gave up
-  // its turn between two looks may wait in a loop as well as not.
+  // If all warps that could run only wait in loops, words arrive, and then time passes. A warp that
+  // gave up its turn between two polls may or may not wait in a loop.
   if (moved || !last)
     idle_slices = still_slices = 0;
   else if (last->spins && ++idle_slices > 4 * ready.size() && !let_something_happen() &&
@@ -575,7 +575,7 @@ const Properties& properties() {
                  .block_shared_bytes = (kilobytes - 1) << 10,
                  .own_shared_bytes = 1 << 10,
                  .most_threads = arch == 89 ? 1536 : 2048};
-    // A GPU of this code with less shared memory: blocks of 99 KB on 8.6, 8.9 and 12.0.
+    // A GPU with this code but less shared memory: blocks of 99 KB on 8.6, 8.9 and 12.0.
     if (const int most = number("LONGSPAN_SIMULATED_SHARED_KB", 0); most > 0) {
       p.block_shared_bytes = most << 10;
       p.shared_bytes = (most + 1) << 10;

@@ -1,4 +1,4 @@
-// What the machine is made of, for its own files.
+// The state of the machine, for its own files.
 #pragma once
 
 #include <array>
@@ -17,8 +17,8 @@ namespace longspan::simulated {
 struct Block;
 struct Warp;
 
-/// An asynchronous copy of a thread (cp.async), or, with a barrier, the arrival that follows those
-/// before it.
+/// An asynchronous copy of a thread (cp.async), or, with a barrier, the arrival after those before
+/// it.
 struct Copy {
   std::byte* to = nullptr;
   const std::byte* from = nullptr;
@@ -38,7 +38,7 @@ struct Lane {
   Site site = {};
   unsigned fetches = 0;
 
-  std::vector<Copy> copies;           // under way
+  std::vector<Copy> copies;           // in flight
   std::vector<std::uint64_t> groups;  // committed and not waited for: the copies up to here
   std::uint64_t queued = 0;           // copies so far
   Agent copier;
@@ -55,7 +55,7 @@ struct Meeting {
   bool orders_memory = false;
 };
 
-/// The registers of a warp that products add to, while products are under way.
+/// The registers of a warp to which products add, while products are in flight.
 struct Accumulators {
   std::array<float*, 32> registers{};
   int count = 0;
@@ -63,14 +63,14 @@ struct Accumulators {
   int pending = 0;
 };
 struct QueuedProduct {
-  std::vector<std::byte> data;  // [32] of what the lanes have brought
+  std::vector<std::byte> data;  // [32] of the lanes' inputs
   std::size_t bytes = 0;
   Accumulators* accumulators = nullptr;
   Product run;
   Site site = {};
 };
 
-/// A store by store_quietly that no fence of its thread has made known to the asynchronous proxy.
+/// A store by store_quietly that no fence of its thread has made visible to the asynchronous proxy.
 struct Unfenced {
   void* place;
   std::size_t bytes;
@@ -81,7 +81,7 @@ struct Warp {
   Block* block = nullptr;
   int number = 0;
   Lane* lanes[32] = {};
-  unsigned alive = 0, ready = 0;  // by lane; who is alive, not ready and does not run waits
+  unsigned alive = 0, ready = 0;  // by lane; a lane that is alive, not ready and not running waits
   int place = -1;                 // among the warps that are ready
   int last_lane = 31;             // that ran
   bool spins = false;
@@ -91,17 +91,17 @@ struct Warp {
   std::deque<std::unique_ptr<Accumulators>> accumulators;
   std::vector<QueuedProduct> open;                // not committed
   std::deque<std::vector<QueuedProduct>> groups;  // committed
-  bool may_queue = false;                         // wgmma.fence was there
+  bool may_queue = false;                         // after a wgmma.fence
   Agent proxy, engine;  // accesses by the asynchronous proxy: reads; TMA's writes
   Order fenced, products_done;
   std::vector<Unfenced> unfenced;
 };
 
-/// Lanes that wait for something, in the order in which their warps came.
+/// Lanes that wait for something, in the order in which their warps arrived.
 class Waiting {
  public:
   bool empty() const { return all_.empty(); }
-  /// The thread that runs.
+  /// Adds the running thread.
   void add();
   void wake_all();
 
@@ -140,7 +140,7 @@ struct EngineCopy {
   Site site = {};
 };
 
-constexpr std::size_t kPiece = 4;  // bytes; no copy is of less
+constexpr std::size_t kPiece = 4;  // bytes; no copy is smaller
 
 struct Block {
   std::shared_ptr<Grid> grid;
@@ -174,11 +174,11 @@ class Grid {
   Order done;
 };
 
-/// How a schedule chooses.
+/// The parameters of a schedule.
 struct Schedule {
   enum class Policy { in_order, random, priorities };
   Policy policy = Policy::in_order;
-  double yield = 0;    // before what others can see
+  double yield = 0;    // before anything that others can see
   double land = 1;     // of a copy, at each slice; 1: at once
   double burst = 0;    // that more of them land together
   double deliver = 1;  // of a word to another GPU, at each slice; 1: at once
@@ -187,8 +187,8 @@ struct Schedule {
 };
 const Schedule& schedule();
 
-/// A chance that is asked for often: how many times more it does not come true is drawn once, which
-/// comes to the same as a draw each time.
+/// A probability that is tested often: it draws once how many more tests will fail, which is
+/// equivalent to a draw for each.
 class Rarely {
  public:
   void begin(double probability);
@@ -205,38 +205,38 @@ class Rarely {
 /// Of the schedule: `yield` and `change`.
 extern Rarely yields, changes;
 
-/// The scheduler forgets what it chose before.
+/// The scheduler forgets its earlier choices.
 void begin_turns();
 
-/// The thread that runs; null: the scheduler.
+/// The running thread; null: the scheduler.
 extern Lane* current;
 
-/// `current` waits at `what` until somebody calls wake.
+/// `current` waits at `what` until another thread calls wake.
 void wait_here(const char* what, Site site);
 void wake(Warp& warp, unsigned lanes);
 /// A block of it lets the next kernel start, or has ended.
 void release(Grid& grid);
-/// Another warp goes on, if the schedule says so; `current` stays ready.
+/// Lets another warp run, if the schedule decides so; `current` stays ready.
 void leave_warp(const char* what, Site site, bool spins);
 
 // ---- later.cpp ---------------------------------------------------------------------------------
 
-/// Lets something that is under way happen; false: nothing is.
+/// Completes one operation in flight; false: there is none.
 bool land_one();
 bool is_under_way();
-/// A copy that has not landed writes there.
+/// Whether a copy that has not landed writes there.
 bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes);
-/// The same of words to other GPUs.
+/// The same for words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);
 std::size_t words_on_their_way();
-/// What is under way for a block that has ended.
+/// Completes the operations in flight for a block that has ended.
 void finish_copies(Block& block);
 /// The block's mbarrier in this word.
 MBarrier& mbarrier_at(Block& block, void* word, Site site);
-/// Counts arrivals, bytes that are announced, and bytes that have landed.
+/// Counts arrivals, announced bytes, and bytes that have landed.
 void arrive_at(MBarrier& barrier, int arrivals, int announced, int landed, Site site);
-/// Something moved that others may have waited for.
+/// Records that something moved for which others may have waited.
 void note_progress();
 
 }  // namespace longspan::simulated

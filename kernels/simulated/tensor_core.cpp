@@ -1,8 +1,8 @@
-// Products as tensor cores make them, a warp at a time. An operand's 32 bytes of K are gathered
-// from registers or shared memory, widened to fp32, and multiplied in vectors of eight columns.
+// Products of tensor cores, a warp at a time. An operand's 32 bytes of K are gathered from
+// registers or shared memory, widened to fp32, and multiplied in vectors of eight columns.
 //
 // Sources: the PTX manual, for layouts of fragments and of operands in shared memory; Khattak and
-// Mikaitis (arXiv 2512.07004), for how sums are cut.
+// Mikaitis (arXiv 2512.07004), for how sums are truncated.
 #include "kernels/simulated/tensor_core.hpp"
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 #include "kernels/simulated/builtins.hpp"
 
-// g++ 12 makes of the places that a loop reads and writes one number, counted from a null pointer,
-// where one is four times the other, and then loses what was written.
+// g++ 12 combines the read and write addresses of a loop into one number, counted from a null
+// pointer, if one is four times the other, and then loses the writes.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC optimize("no-ivopts")
 #endif
@@ -28,7 +28,7 @@ constexpr int kRowBytes = 32;  // of K
 constexpr int kMostColumns = 256;
 constexpr int kMostProducts = 32;  // of a step: K of e4m3
 
-// Eight columns at a time, for any processor: compilers make of them what it has.
+// Eight columns at a time, for any CPU: compilers map them to its vectors.
 using Floats = float __attribute__((vector_size(32)));
 using Ints = int __attribute__((vector_size(32)));
 using Words = std::uint32_t __attribute__((vector_size(32)));
@@ -45,7 +45,7 @@ constexpr int kElements = kNumber == Number::tf32   ? 8
 // ---- widening ----------------------------------------------------------------------------------
 
 /// Numbers whose exponent and mantissa end at a float's bit `kShift`, and whose exponents are
-/// `kBias` less than a float's. Infinities, and e4m3's NaN, are what has all bits of `kSpecial`.
+/// `kBias` less than a float's. Infinities, and e4m3's NaN, have all bits of `kSpecial` set.
 template <int kShift, int kBias, std::uint32_t kSpecial>
 Floats widen(Words bits, std::uint32_t sign_bit) {
   const Words magnitude = bits & (sign_bit - 1);
@@ -55,7 +55,7 @@ Floats widen(Words bits, std::uint32_t sign_bit) {
   return (Floats)((Words)scaled | special | sign);
 }
 
-/// Eight numbers that lie together.
+/// Eight adjacent numbers.
 template <Number kNumber>
 Floats widen_eight(const std::byte* from) {
   if constexpr (kNumber == Number::tf32) {
@@ -98,11 +98,11 @@ void transpose(Floats (&m)[8]) {
 
 // ---- a product ---------------------------------------------------------------------------------
 
-// One thread at a time is in the machine, and no product waits in the middle.
+// Only one thread at a time is in the machine, and no product waits halfway.
 using Row = float[kMostProducts];  // of a
 struct Factors {
   alignas(32) std::byte a_bytes[kRows][kRowBytes];
-  alignas(32) std::byte b_bytes[kMostColumns][kRowBytes];  // where K is innermost
+  alignas(32) std::byte b_bytes[kMostColumns][kRowBytes];  // if K is innermost
   Floats a[kRows][kMostProducts / kLanes];
   Floats b[kMostColumns / kLanes][kMostProducts];  // eight columns of each k
 };
@@ -148,8 +148,8 @@ void add_rounded(Floats (&c)[4], const Row* a, const Floats* b) {
   c[3] += s3;
 }
 
-/// c + a b in steps of kGroup products: all addends are cut to multiples of 2^(e - kKept), e the
-/// largest of their exponents, and their sum, which is exact, to fp32. Below 2^-126 all is 0.
+/// c + a b in steps of kGroup products. All addends are truncated to multiples of 2^(e - kKept), e
+/// the largest of their exponents, and their sum, which is exact, to fp32. Below 2^-126 all is 0.
 template <int kCount, int kGroup, int kKept>
 Floats add_cut(Floats c, const float* a, const Floats* b) {
   constexpr int kMagnitude = 0x7fffffff, kExponent = 0x7f800000;
@@ -200,8 +200,8 @@ void add_products(Floats (&c)[4], const Row* a, const Floats* b) {
   }
 }
 
-/// d += a b, where the factors stand in `factors`: lane 4 g + t has in d[lane][4 j + 2 h + e] the
-/// element of row g + 8 h, column 8 j + 2 t + e.
+/// d += a b, with the factors in `factors`: lane 4 g + t has in d[lane][4 j + 2 h + e] the element
+/// of row g + 8 h, column 8 j + 2 t + e.
 template <Number kNumber>
 void add_to(float* const (&d)[kWarp], int columns, bool add) {
   for (int j = 0; j < columns / kLanes; ++j)
@@ -238,7 +238,7 @@ void with_number(Number number, const Work& work) {
   }
 }
 
-// ---- what a warp exchanges ---------------------------------------------------------------------
+// ---- exchange within a warp --------------------------------------------------------------------
 
 void nothing(void* const (&)[kWarp], unsigned) {}
 
@@ -311,11 +311,11 @@ std::uint32_t field(std::uint64_t operand, int shift) {
   return static_cast<std::uint32_t>(operand >> shift & ((1u << kAddressBits) - 1)) << 4;
 }
 
-/// An operand in shared memory, in lines of 128 bytes whose eight pieces of 16 are permuted by the
-/// number of their line in the 1024 bytes that it is of.
+/// An operand in shared memory, in lines of 128 bytes. The eight 16-byte pieces of a line are
+/// permuted by the index of the line in its 1024 bytes.
 struct SharedOperand {
   std::uint32_t start = 0, panel = 0;
-  const std::byte* line = nullptr;  // that `start` lies in
+  const std::byte* line = nullptr;  // that contains `start`
 
   /// `bytes`: from its first line to the end of its last.
   static SharedOperand find(std::uint64_t operand, std::uint32_t bytes, Site site) {
@@ -335,7 +335,7 @@ struct SharedOperand {
     return static_cast<std::uint32_t>((columns - 1) / 64) * panel + 2 * kEightRows;
   }
 
-  /// The 16 bytes that without the permutation stood `offset` behind the start.
+  /// The 16 bytes at `offset` after the start, without the permutation.
   const std::byte* at(std::uint32_t offset) const {
     const std::uint32_t address = start + offset;
     return line + ((address ^ (address >> 3 & 0x70)) - start / kLine * kLine);

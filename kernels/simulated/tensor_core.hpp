@@ -1,6 +1,6 @@
-// Tensor cores on processors: what the instructions of arch/ ask for that a whole warp does
-// together. Memory is read and written by the callers, each lane what it names; but operands of
-// wgmma by the product when it runs.
+// Tensor cores on CPUs: the warp-wide operations for the instructions of arch/. The callers read
+// and write memory, each lane its own addresses; only operands of wgmma are read by the product
+// when it runs.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ enum class Number { fp16, bf16, tf32, e4m3 };
 
 /// Whether sums lose what those of a GPU may lose (LONGSPAN_SIMULATED_EXACT, settings.cpp):
 /// products exact, groups of them added to the accumulator in one step, aligned to the largest
-/// exponent with few bits more and cut off. Otherwise sums are fp32's, and a third as long under
-/// way.
+/// exponent with few extra bits and truncated. Otherwise sums are those of fp32, and take a third
+/// of the time.
 bool exact_tensor_cores();
 
-/// A meeting of the warp at an instruction that has nothing to exchange.
+/// Synchronises the warp at an instruction that has nothing to exchange.
 void meet_warp(const char* what, Site site);
 
-/// ldmatrix behind its reads: lane l brings row l % 8 of matrix l / 8, 8 elements of 16 bits, and
+/// ldmatrix after its reads: lane l passes row l % 8 of matrix l / 8, 8 elements of 16 bits, and
 /// gets its share of each matrix.
 void rows_to_fragments(std::uint32_t (&words)[4], bool transposed, Site site);
-/// stmatrix ahead of its writes: the reverse.
+/// stmatrix before its writes: the reverse.
 void fragments_to_rows(std::uint32_t (&words)[4], Site site);
 /// movmatrix.
 std::uint32_t transpose_fragment(std::uint32_t word, Site site);

@@ -1,6 +1,6 @@
-// Tensor maps and the copies of TMA. Sources: the driver's description of
-// cuTensorMapEncodeTiled in cuda.h, for what it refuses; the PTX manual's chapter on tensors, for
-// what a box is and how rows are permuted.
+// Tensor maps and the copies of TMA. Sources: the driver's description of cuTensorMapEncodeTiled in
+// cuda.h, for what it refuses; the PTX manual's chapter on tensors, for the definition of a box and
+// the permutation of rows.
 #include "kernels/simulated/tma.hpp"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMostDimensions = 5;
 
-/// What a CUtensorMap holds here.
+/// The simulator's contents of a CUtensorMap.
 struct Map {
   std::uint64_t mark;
   const std::byte* data;
@@ -26,7 +26,7 @@ static_assert(sizeof(Map) <= sizeof(CUtensorMap) && std::is_trivially_copyable_v
 
 constexpr std::uint64_t kMark = 0x6c6f6e677370616e;
 
-int bytes_of(CUtensorMapDataType type) {  // 0: none that is known here
+int bytes_of(CUtensorMapDataType type) {  // 0: a type that is not known here
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_UINT8:
       return 1;
@@ -43,7 +43,7 @@ int bytes_of(CUtensorMapDataType type) {  // 0: none that is known here
   }
 }
 
-/// Bytes in which rows are permuted; 0: not at all, -1: none that is known here.
+/// Bytes in which rows are permuted; 0: not at all, -1: not known here.
 int span_of(CUtensorMapSwizzle swizzle) {
   switch (swizzle) {
     case CU_TENSOR_MAP_SWIZZLE_NONE:
@@ -59,7 +59,7 @@ int span_of(CUtensorMapSwizzle swizzle) {
   }
 }
 
-/// A box on its way: rows of the innermost dimension, one after the other.
+/// A box in flight: rows of the innermost dimension, one after another.
 class Box {
  public:
   Box(const Map& map, std::span<const int> place, std::uint32_t address, std::byte* to)
@@ -85,7 +85,7 @@ class Box {
   }
 
  private:
-  /// Where the row's element 0 of the tensor lies; null: outside of it.
+  /// The address of the row's element 0 in the tensor; null: outside of it.
   const std::byte* row(const int (&index)[kMostDimensions]) const {
     const std::byte* row = map_.data;
     for (int d = 1; d < map_.rank; ++d) {
@@ -136,7 +136,7 @@ void load_box(std::uint32_t to, const CUtensorMap* map, std::span<const int> pla
              std::to_string(known.rank) + " dimensions",
          site);
   const int bytes = Box::bytes(known);
-  // The address decides on the permutation, which repeats after eight rows of its span.
+  // The address determines the permutation, which repeats after eight rows of its span.
   const int align = (known.swizzle_mask + 16) * 8;
   std::byte* const pointer = shared_pointer(to, bytes, align, kWhat, site);
   const Box box(known, place, to, pointer);
@@ -156,12 +156,13 @@ extern "C" CUresult simulated_encode_tiled(
   const auto is_multiple = [](const void* pointer, std::uintptr_t of) {
     return reinterpret_cast<std::uintptr_t>(pointer) % of == 0;
   };
-  // The driver (13.0) takes a null address too: a rank without keys describes what nobody copies.
+  // The driver (13.0) accepts a null address too: a rank without keys describes a tensor that is
+  // never copied.
   if (map == nullptr || !is_multiple(map, 64) || !is_multiple(data, 16) || rank < 1 ||
       rank > kMostDimensions || extents == nullptr || box == nullptr || steps == nullptr ||
       (rank > 1 && strides == nullptr))
     return CUDA_ERROR_INVALID_VALUE;
-  // The driver knows more than these, and rows narrower than they are permuted in; kernels use no
+  // The driver supports more than these, and rows narrower than their permutation; kernels use no
   // others.
   if (element_bytes == 0 || span < 0 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
       fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || promotion < CU_TENSOR_MAP_L2_PROMOTION_NONE ||

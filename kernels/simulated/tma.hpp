@@ -8,8 +8,8 @@
 
 #include "kernels/simulated/thread.hpp"
 
-/// Takes the place of the driver's cuTensorMapEncodeTiled: the same signature and the same checks;
-/// the map has a record of the simulator's own.
+/// Replaces the driver's cuTensorMapEncodeTiled: the same signature and the same checks; the map
+/// holds a record of the simulator's own.
 extern "C" CUresult simulated_encode_tiled(
     CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
     const cuuint64_t* extents, const cuuint64_t* strides, const cuuint32_t* box,

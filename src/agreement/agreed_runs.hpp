@@ -1,8 +1,8 @@
-// Compares the calls of one layer of several ranks: its making and its runs, which all of them must
-// describe alike (design contract 8). A run has a name and a description, of which a hash travels
-// with the data. It covers the layer's number, its options and the number of the run, so that ranks
-// that run two layers in different orders are found. What differs is found by the transport, or by
-// the kernel that merges what was gathered, and reported here.
+// Compares the calls of one layer between ranks: its construction and its runs, which all ranks
+// must describe alike (design contract 8). A run has a name and a description, whose hash travels
+// with the data. The hash covers the layer's number, its options and the number of the run, so it
+// detects ranks that run two layers in different orders. The transport, or the kernel that merges
+// gathered states, detects a difference, and this class reports it.
 #pragma once
 
 #include <cstdint>
@@ -18,34 +18,34 @@ namespace longspan {
 
 class AgreedRuns {
  public:
-  /// Gives the layer its number among those of the communicator, and throws UsageError on every
-  /// rank where ranks make different ones. Collective: all ranks come here, in the same order of
-  /// layers. `call` says what kind of layer it is, and names its work in errors; `options` must be
-  /// alike on all ranks. `world` and `call` outlive this.
+  /// Gives the layer its number among those of the communicator. Throws UsageError on every rank if
+  /// ranks make different layers. Collective: all ranks call it in the same order of layers. `call`
+  /// is the kind of layer and names its work in errors; `options` must be alike on all ranks.
+  /// `world` and `call` outlive this.
   AgreedRuns(const Communicator& world, const char* call, NamedValues options);
 
-  /// Takes memory that host and kernels share, with what lies in small arrays compared too where
-  /// `contents` says so. It may fail on some ranks only. The kernels outlive this.
+  /// Allocates memory that host and kernels share. `contents`: the contents of small arrays are
+  /// compared too. It may fail on some ranks only. The kernels outlive this.
   void allocate(const kernels::AttentionKernels& kernels, bool contents);
-  /// Lays out the memory of the device, where what every rank says is gathered.
+  /// Lays out the device memory that gathers what each rank reports of the run.
   void lay_out(Parts& memory);
 
-  /// False for one rank alone, whose runs are compared with no others. It then begins none.
+  /// False for one rank alone, which has no other to compare with. It then begins no runs.
   bool are_compared() const { return history_ != nullptr; }
   std::uint32_t layer() const { return layer_; }
 
-  /// What the kernels and collectives of a run are told.
+  /// Arguments for the kernels and collectives of a run.
   struct Begun {
-    kernels::SayParams say;         // for AttentionKernels::say, ahead of the first exchange
+    kernels::SayParams say;         // for AttentionKernels::say, before the first exchange
     std::uint64_t* said = nullptr;  // [ranks] for the collectives that exchange
-    kernels::RunHeaders headers;    // for the merge of what was gathered
+    kernels::RunHeaders headers;    // for the merge of gathered states
   };
-  /// Names the next run to the transport, and queues the digest of its arrays.
+  /// Announces the next run to the transport, and queues the digest of its arrays.
   Begun begin(const RunDescription& description, Stream stream);
 
-  /// Calls check(), which checks the arguments of the next run. Where it throws, the other ranks
-  /// are told why, and what this rank was given: given() is its RunDescription. They may wait in
-  /// that run.
+  /// Calls check(), which checks the arguments of the next run. If it throws, the other ranks,
+  /// which may already wait in that run, are told why and which arguments this rank got: given() is
+  /// its RunDescription.
   template <class Check, class Given>
   auto checked(Check check, Given given) const {
     try {
@@ -53,13 +53,13 @@ class AgreedRuns {
     } catch (const Error& error) {
       try {
         if (history_) comm_.refuse(history_->describe_next(given()), error.what());
-      } catch (...) {  // the caller hears of the first error; the others meet their deadline
+      } catch (...) {  // the caller gets the first error; the others wait until their deadline
       }
       throw;
     }
   }
 
-  /// Throws, on every rank, an error with what a merge found to differ.
+  /// Throws, on every rank, an error with the difference that a merge found.
   void check() const;
 
  private:

@@ -18,7 +18,7 @@
 namespace longspan {
 namespace {
 
-/// An array of one or two dimensions that was checked, as the digest reads it.
+/// A checked array of one or two dimensions, as the digest reads it.
 kernels::DigestArray digest_array(const Tensor& t) {
   const bool matrix = t.dims == 2;
   return {t.data, t.shape[matrix ? 1 : 0], matrix ? t.shape[0] : 1, matrix ? t.stride[0] : 0,
@@ -79,7 +79,8 @@ void RunDescription::array(const char* name, const Tensor& values) {
 }
 
 RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
-  // What is always asked comes first, so that lists of two ranks go on alike until a value differs.
+  // Arguments that are always compared come first, so that lists of two ranks stay aligned until a
+  // value differs.
   visit_arguments(args, [&]<class T>(const ArgumentInfo& argument, const T& value) {
     const bool asked =
         argument.compared == Compared::contents || argument.compared == Compared::given;
@@ -123,7 +124,7 @@ RunDescription::RunDescription(const MergeArgs& args, const MergeOptions& option
 }
 
 std::uint64_t RunDescription::hash() const {
-  // Which field comes next follows from the values before it, so the names need no part in it.
+  // The values before a field determine which field comes next, so the names need no part in it.
   std::uint64_t hash = 0;
   for (int i = 0; i < count_; ++i)
     hash = kernels::mix(hash + static_cast<std::uint64_t>(values_[i].value) + 1);
@@ -214,7 +215,7 @@ void RunHistory::set_layer(std::uint32_t number) {
 void RunHistory::add_option(std::string name, std::string value) {
   for (const char letter : value)
     hash_ = kernels::mix(hash_ + static_cast<unsigned char>(letter) + 1);
-  hash_ = kernels::mix(hash_);  // the end of the value; names follow from the values before them
+  hash_ = kernels::mix(hash_);  // the end of the value; the values before determine the names
   made_with_.emplace_back(std::move(name), std::move(value));
 }
 

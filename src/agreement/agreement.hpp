@@ -1,8 +1,8 @@
 // Describes what ranks must give alike in a run of a layer (design contract 8). One walk over the
 // table of arguments (option_table.hpp) makes the hash that travels with the data and the texts of
-// the error, so that neither can know a field that the other does not. What the options fix is
-// compared once, when the layer is made (validate.hpp); what may differ between ranks is in that
-// table too. A merge across ranks has the same, with fewer fields.
+// the error, so both cover the same fields. Options are compared once, when the layer is made
+// (validate.hpp). Fields that may differ between ranks are in that table too. A merge across ranks
+// has the same, with fewer fields.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@
 
 namespace longspan {
 
-/// A field of the options or the arguments of a layer, a merge across ranks or a reshard that ranks
-/// need not give alike, and why.
+/// A field of the options or the arguments of a layer, a merge across ranks or a reshard that may
+/// differ between ranks, and why.
 struct OwnField {
   std::string name;
   const char* why;
@@ -33,26 +33,26 @@ NamedValues describe(const MergeOptions& options, LogBase base);
 /// Describes one run as a rank was asked for it.
 class RunDescription {
  public:
-  /// Describes a run in which ranks are given nothing that must be alike, as of a reshard.
+  /// Describes a run without arguments that must be alike, such as a reshard.
   RunDescription() = default;
-  /// The arguments were checked. `reads_arrays` says that the arrays lie in memory of this
-  /// processor, and that their first values are kept for the texts.
+  /// The arguments were checked. `reads_arrays`: the arrays lie in memory of this CPU, and their
+  /// first values are kept for the texts.
   RunDescription(const AttentionArgs& args, const Options& options, bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
-  /// Describes the same as far as it is known without a look at the arrays, or at whether the
-  /// arguments are right.
+  /// Describes the same without reading the arrays and without checked arguments, as far as it is
+  /// known.
   RunDescription(const AttentionArgs& args, const Options& options);
   explicit RunDescription(const MergeArgs& args);
 
   /// The hash of all but the contents of arrays.
   std::uint64_t hash() const;
-  /// The arrays whose contents must be alike too, for AttentionKernels::digest; in `words` they are
-  /// there behind the stamp.
+  /// The arrays whose contents must be alike too, for AttentionKernels::digest. It leaves
+  /// the digests in `words`, and then the stamp behind them.
   kernels::DigestParams arrays(std::uint64_t* words, std::uint64_t stamp) const;
-  /// Names and values. `words` [arrays + 2] is where AttentionKernels::digest, which was asked with
-  /// the stamp, leaves what it finds; before it has, what only the digests tell is not known
-  /// (comm::kNotKnown). With null it was not asked.
+  /// Names and values. AttentionKernels::digest, called with the stamp, writes its digests to
+  /// `words` [arrays + 2]. Until it has, values that need the digests are unknown
+  /// (comm::kNotKnown). Null: digest was not called.
   NamedValues text(const std::uint64_t* words, std::uint64_t stamp) const;
 
  private:
@@ -85,34 +85,34 @@ class RunDescription {
   bool reads_arrays_ = false;
 };
 
-/// What a layer was made with and its last runs, for the roll call. A run that is captured in a
-/// graph keeps its entry for as many further runs as the log holds.
+/// The options of a layer and its last runs, for the roll call. A run that is captured in a graph
+/// keeps its entry until the log has taken as many later runs as it holds.
 class RunHistory final : public comm::RunLog {
  public:
   static constexpr std::uint32_t kRuns = 64;
   static constexpr std::size_t kWordsOfRun = kernels::DigestParams::kMostArrays + 2;
 
-  /// `made_with` are the options of the layer that all ranks give alike.
+  /// `made_with` are the options that all ranks give alike.
   explicit RunHistory(NamedValues made_with);
 
-  /// Sets the layer's number among those of its communicator, which is known once the history is
-  /// enlisted there.
+  /// Sets the layer's number among those of its communicator, known once the history is enlisted
+  /// there.
   void set_layer(std::uint32_t number);
 
-  /// Compares the contents of arrays too: `words` [kRuns, kWordsOfRun] is where
-  /// AttentionKernels::digest leaves what it finds, in memory that the host reads.
+  /// Compares the contents of arrays too. AttentionKernels::digest writes to `words` [kRuns,
+  /// kWordsOfRun], in memory that the host reads.
   void compare_contents(std::shared_ptr<std::uint64_t> words) { words_ = std::move(words); }
 
-  /// Keeps the description as the next run, whose number it returns.
+  /// Stores the description as the next run and returns its number.
   std::uint32_t add(const RunDescription& description);
   /// The hash of the options and the number of the layer.
   std::uint64_t hash() const { return hash_; }
   /// The run's place for digests, or null.
   std::uint64_t* words(std::uint32_t run) const;
 
-  /// The options, and for a run its number and what it was given.
+  /// The options, and for a run its number and arguments.
   NamedValues describe(std::uint32_t run) const override;
-  /// The same for what would have been the next run, and was refused.
+  /// The same for a refused call, which would have been the next run.
   NamedValues describe_next(const RunDescription& refused) const;
 
  private:

@@ -28,7 +28,7 @@ void ListedPositions::Sums::add(std::int64_t position) {
 }
 
 const ListedPositions::Sums& ListedPositions::Whole::of(std::int64_t length) {
-  if (length < sums_.count - length) sums_ = {};  // it is shorter to begin anew than to go back
+  if (length < sums_.count - length) sums_ = {};  // it is shorter to start over than to go back
   while (sums_.count < length) sums_.add(sums_.count);
   while (sums_.count > length) sums_.sum -= word_of(--sums_.count);
   return sums_;
@@ -108,7 +108,7 @@ void ListedPositions::check(Pass& pass) {
   gather(&own, 1, said_.data(), run.stream, "sums of listed positions", pass.said);
   const bool on_host = comm_.device() == Device::host;
   if (on_host) pass.said = nullptr;
-  // What is wrong with lengths the checks of arrays and of the run say.
+  // The checks of arrays and of the run report what is wrong with lengths.
   if (!on_host && !agree_on_length(run.attend.max_kv_len)) return;
   Said all;
   for (std::size_t p = 0; p < said_.size(); ++p) {
@@ -137,7 +137,8 @@ void ListedPositions::find(const char* name, std::span<const std::int64_t> table
     return found == wanted;
   };
   std::size_t part = 0;
-  // What the parts lack or have twice adds up to what the whole does, so that one of them is wrong.
+  // Missing and duplicate positions of the parts add up to those of the whole, so at least one part
+  // is wrong.
   while (step != 1) {
     step = std::max<std::int64_t>(1, divided_up(end - begin, kParts));
     std::fill(own.begin(), own.end(), Sums{});

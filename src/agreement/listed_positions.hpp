@@ -1,16 +1,17 @@
-// Checks that the ranks list every position of a sequence once. A listed table is one rank's own,
-// so that no rank alone sees that a position is another's too, or nobody's; without the check both
-// give a result, which is wrong.
+// Checks that the ranks together list every position of a sequence once. A listed table is one
+// rank's own, so no rank alone can see that another rank also lists a position, or that none does.
+// Without the check the result would be wrong without an error.
 //
 //     on each rank    count and sum of h(position) over its table; h is a step of splitmix64
 //     over all ranks  both must be those of 0 ... length - 1
 //
-// Sums know no order, and h gives different words for different positions: one key in the place of
-// another is found always, any other difference with probability 1 - 2^-64. Then the ranks narrow
-// it down together, since all of them see it, and the error names the position and who lists it.
+// Each rank sums a word h for each position. Sums do not depend on the order, and h gives different
+// words for different positions: one key in the place of another is always found, any other
+// difference with probability 1 - 2^-64. Since all ranks see the difference, they then search for
+// it together, and the error names the position and the ranks that list it.
 //
-// Tables are read here, so on GPUs they are checked with Debug::check_arrays alone, which waits for
-// the stream and copies them, and never while a graph is captured.
+// The host reads the tables. On GPUs they are therefore checked only with Debug::check_arrays,
+// which waits for the stream and copies them, and never while a graph is captured.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +25,20 @@ namespace longspan {
 
 class ListedPositions {
  public:
-  /// The options say whether there is anything to check in the runs of a layer.
+  /// The options decide whether the runs of a layer need any check.
   ListedPositions(comm::Transport& comm, const Options& options);
 
-  /// False where no run has a listed table of keys or queries that is read.
+  /// False if no run has a listed table of keys or queries that is read.
   bool are_checked() const { return !said_.empty(); }
 
-  /// [ranks] how many keys each rank lists in the run that was checked last; null where no keys are
+  /// [ranks] number of keys that each rank lists in the last checked run; null if no keys are
   /// listed, and on GPUs.
   const std::int64_t* counts() const {
     return keys_ && comm_.device() == Device::host ? keys_of_rank_.data() : nullptr;
   }
 
-  /// Checks the tables of a run. It is collective. On processors it also compares what ranks say of
-  /// the run. Throws InputError, on every rank, for what two entries list or none.
+  /// Checks the tables of a run. Collective. On CPUs it also compares what ranks report of the run.
+  /// Throws InputError, on every rank, for a position that is listed twice or not at all.
   void check(Pass& pass);
 
  private:
@@ -52,12 +53,12 @@ class ListedPositions {
       sum += other.sum;
     }
   };
-  /// What a rank says of its tables.
+  /// What a rank reports of its tables.
   struct Said {
     Sums keys, rows;
     std::int64_t length = 0;  // of the sequence
   };
-  /// The sums of 0 ... length - 1, from those of the run before: a step of decode adds one
+  /// The sums over 0 ... length - 1, updated from those of the run before: a decode step adds one
   /// position.
   class Whole {
    public:
@@ -67,32 +68,33 @@ class ListedPositions {
     Sums sums_;
   };
 
-  /// One rank's tables, in memory of the host.
+  /// One rank's tables, in host memory.
   struct Tables {
     std::span<const std::int64_t> keys, rows;
     std::int64_t length = 0;  // of the sequence
   };
-  /// Whether all ranks say one length, which the layer takes. An array on a GPU may hold any.
+  /// Whether all ranks report the same length, and the layer accepts it. An array on a GPU may hold
+  /// any.
   bool agree_on_length(std::int64_t most) const;
-  /// Those of a run. False where they cannot be read now.
+  /// Reads the tables of a run. False if they cannot be read now.
   bool read(const Run& run, Tables& tables);
-  /// recv [ranks, count] = what every rank has. `said`: as of Transport::all_gather.
+  /// recv [ranks, count] = every rank's `send`. `said`: as in Transport::all_gather.
   template <class T>
   void gather(const T* send, std::size_t count, T* recv, Stream stream, const char* step,
               std::uint64_t* said = nullptr) const;
 
   static Sums sums_of(std::span<const std::int64_t> table);
-  /// Throws, on every rank, with the first position that is not listed once.
+  /// Throws, on every rank, with the first position that is not listed exactly once.
   [[noreturn]] void find(const char* name, std::span<const std::int64_t> table, std::int64_t length,
                          std::int64_t listed, Stream stream) const;
 
   comm::Transport& comm_;
   bool keys_;                               // are listed
-  bool rows_;                               // of sharded queries are
-  std::vector<Said> said_;                  // [ranks]
+  bool rows_;                               // keys are listed
+  std::vector<Said> said_;                  // rows of sharded queries are listed
   std::vector<std::int64_t> keys_of_rank_;  // [ranks]
   Whole whole_keys_, whole_rows_;
-  std::vector<std::int64_t> key_table_, row_table_;  // copies of those on a GPU
+  std::vector<std::int64_t> key_table_, row_table_;  // host copies of tables on a GPU
 };
 
 }  // namespace longspan

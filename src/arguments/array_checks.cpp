@@ -5,7 +5,7 @@
 namespace longspan {
 namespace {
 
-/// Whether a tensor was meant to be given: what has extents was, even where its memory is null.
+/// Whether a tensor was meant to be given: one with extents was, even if its memory is null.
 bool is_given(const Tensor& t) { return t.data != nullptr || t.dims != 0; }
 
 /// Checks a vector without gaps.
@@ -25,13 +25,13 @@ void check_float(const Tensor& t, const char* name) {
 /// A share of the positions of each sequence, by a rule and its table.
 struct Share {
   const Sharding& rule;
-  const char* name;  // of the option
+  const char* name;  // the name of the option
   const Tensor& table;
   const char* table_name;
-  std::int64_t length;   // of the one sequence, where it is known
-  std::int64_t listed;   // positions on this rank, where the table is `listed`
-  std::int64_t entries;  // which such a table has
-  bool ranges_of_batch;  // there is a row of ranges for each sequence
+  std::int64_t length;   // of the one sequence, if it is known
+  std::int64_t listed;   // positions on this rank, if the table is `listed`
+  std::int64_t entries;  // entries of such a table
+  bool ranges_of_batch;  // ranges have a row for each sequence
 };
 
 Shard resolve(const Share& share, int batch, int rank, int ranks, Device device) {
@@ -46,7 +46,7 @@ Shard resolve(const Share& share, int batch, int rank, int ranks, Device device)
   require(!ranges || table,
           "{} are ranges, and there is no {}: the bounds of each rank's positions", share.name,
           share.table_name);
-  // A table of keys may be left out where the rank has none; those of queries travel.
+  // A rank without keys may leave out its table of keys; tables of queries travel.
   require(!listed || table || (share.entries < 0 && share.listed <= 0),
           "{} are listed, and there is no {}: the position of each", share.name, share.table_name);
   const std::int64_t* positions = nullptr;
@@ -69,7 +69,7 @@ Shard resolve(const Share& share, int batch, int rank, int ranks, Device device)
       layout, rank, ranks, share.length, share.rule.block, positions, listed ? share.listed : 0};
 }
 
-/// Checks the fields that a run and an append have in common.
+/// Checks the fields that a run and an append share.
 template <class Args>
 RunArrays common_arrays(const Args& args, const Options& options, int rank, int ranks,
                         Device device) {
@@ -205,7 +205,7 @@ RunArrays arrays_of(const Append& append, const Options& options, int rank, int 
 
 namespace {
 
-/// Checks the fields that all attention on one rank has, without the sinks.
+/// Checks the fields that all attention on one rank has, except for the sinks.
 template <class Args>
 RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_heads,
                       Device device) {
@@ -240,8 +240,8 @@ RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device dev
           "total_keys is {} and kv_len is given; lengths stand in one of them", args.total_keys);
   require(args.total_keys >= 0 && args.total_keys <= kMostCount,
           "total_keys is {}; 0 to 2^31 - 1 are supported", args.total_keys);
-  // It is resolved without a table first, to see that there is such a rank before the table is
-  // measured by it.
+  // Resolved without a table first, so that the rank is known to be valid before its table is
+  // measured.
   args.keys.resolve(args.total_keys, args.rank, args.ranks);
   const std::int64_t listed = args.key_table ? args.key_table.shape[0] : 0;
   a.keys =

@@ -1,5 +1,5 @@
-// Checks the small arrays of a call in type, extents, strides and device. The caller gives them as
-// tensors, and kernels take them as pointers (run_arrays.hpp).
+// Checks type, extents, strides and device of the small arrays of a call. The caller gives tensors;
+// kernels take pointers (run_arrays.hpp).
 #pragma once
 
 #include "longspan/attention.hpp"
@@ -17,20 +17,21 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
 RunArrays arrays_of(const Append& append, const Options& options, int rank, int ranks,
                     Device device);
 
-/// Checks the arrays of a call over a paged cache, whose rank holds all keys. kv_len must be given.
+/// Checks the arrays of a call over a paged cache, for a rank that holds all keys. kv_len must be
+/// given.
 RunArrays arrays_of(const PagedAttention& args, int heads, int kv_heads, Device device);
 
-/// Checks the arrays of a call over some keys of each sequence, whose shard is resolved.
+/// Checks the arrays of a call over some keys of each sequence, and resolves the shard.
 RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device device);
 
 // ---- one array ---------------------------------------------------------------------------------
 
-/// Checks a dense array [extent]; gives null where `t` is not given. With `extent` < 0 any extent
-/// is right.
+/// Checks a dense array [extent]; returns null if `t` is not given. With `extent` < 0 any extent is
+/// right.
 template <Element T>
 const T* array_of(const Tensor& t, const char* name, std::int64_t extent, Device device);
 
-/// The sequences of a call: as many as kv_len has entries, or one. Only its shape is read.
+/// The number of sequences of a call: the entries of kv_len, or one. Only its shape is read.
 int batch_of(const Tensor& kv_len);
 
 /// Checks an array [extent] of any float type.

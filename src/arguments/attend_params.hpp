@@ -1,5 +1,5 @@
-// What all attention has of its options and its small arrays, as kernels take it: that of a layer
-// and that of the calls of serving engines.
+// Options and small arrays that all attention shares, in the form of kernels: for layers and for
+// the calls of serving engines.
 #pragma once
 
 #include "kernels/params.hpp"
@@ -9,8 +9,8 @@
 
 namespace longspan {
 
-/// Sets mask, score and products. `Given` has them: Options, PagedAttention, AttendState. The
-/// head_dim is set already.
+/// Sets mask, score and products from `Given`: Options, PagedAttention or AttendState. The head_dim
+/// is already set.
 template <class Given>
 void set_options(kernels::AttendParams& p, const Given& given) {
   p.mask = given.mask;
@@ -21,7 +21,7 @@ void set_options(kernels::AttendParams& p, const Given& given) {
   p.bf16_products = given.dtypes.bf16_products;
 }
 
-/// Sets q, and the arrays that a run or a call has beside its keys and values.
+/// Sets q, and the arrays of a run or a call other than its keys and values.
 inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
   p.q = token_rows_of(q);
   p.q_scale = arrays.q_scale;
@@ -33,7 +33,7 @@ inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArray
   p.bias.qq = arrays.qq_bias;
 }
 
-/// Sets where the keys and values of an attention or an append lie.
+/// Sets the location of the keys and values of an attention or an append.
 template <class Params>
 void set_cache(Params& p, const CacheView& cache) {
   p.k = cache.k;

@@ -58,7 +58,7 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
         "stand, not where new ones go; write them with ServingOps::append_kv");
 }
 
-/// Checks that lengths count the new keys, of which there are `rows` in all.
+/// Checks that the lengths include the new keys, `rows` in all.
 void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
   for (int b = 0; b < batch.size; ++b) {
     const std::int64_t added = batch.query_len(b, rows), keys = batch.keys(b, shard);
@@ -67,7 +67,7 @@ void check_growth(const kernels::Batch& batch, std::int64_t rows, const Shard& s
   }
 }
 
-/// Checks what a run writes, and that it is nothing that the run reads.
+/// Checks that the results of a run do not overlap its inputs.
 void check_results(const AttentionArgs& r, bool grows) {
   check_written(r.out, "out");
   if (r.lse) check_written(r.lse.tensor, "lse");
@@ -92,7 +92,7 @@ void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Te
   }
 }
 
-/// Checks, on the host only, what the factors of a call hold.
+/// Checks, on the host only, the values of the scales of a call.
 void check_factors(const RunArrays& a, const Options& options, bool grows) {
   check_scales(a.q_scale, "q_scale", options.kv_heads, false);
   check_scales(a.k_scale, "k_scale", options.kv_heads, grows);
@@ -101,7 +101,7 @@ void check_factors(const RunArrays& a, const Options& options, bool grows) {
   check_score_factors(options.score, options.head_dim, a, options.heads, options.kv_heads);
 }
 
-/// Checks the features of a run that stand beside its tensors.
+/// Checks the features of a run other than its tensors.
 void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
   require(!args.documents || arrays.batch == 1,
           "documents are packed in one sequence; the batch has {}", arrays.batch);
@@ -112,8 +112,8 @@ void check_features(const AttentionArgs& args, const RunArrays& arrays, const Op
                     options.queries ? "sharded queries" : "results by rows"));
 }
 
-/// Checks what the table of `own` rows holds, on the host only. There are `rows` of all ranks,
-/// which `whole` counts.
+/// Checks the contents of the table of `own` rows, on the host only. All ranks together have
+/// `rows`, which `whole` names.
 void check_row_table(const Shard& own, std::int64_t rows, std::int64_t entries, const char* whole) {
   if (own.layout == Layout::ranges) {
     require(own.table[0] == 0 && own.table[own.ranks] == rows,
@@ -134,7 +134,7 @@ void check_row_table(const Shard& own, std::int64_t rows, std::int64_t entries, 
             own.table[i], rows, whole, held);
 }
 
-/// Checks sharded queries; returns the rows of the whole q, of which this rank has its share.
+/// Checks sharded queries; returns the rows of the whole q, of which this rank has a share.
 std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& arrays,
                                const Options& options, const Communicator& world) {
   const std::int64_t rows = args.total_tokens;
@@ -156,7 +156,7 @@ std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& array
   return rows;
 }
 
-/// Checks that out and lse have the heads that the rank gets of the result, and rows.
+/// Checks that out and lse have the heads and rows of the result that the rank gets.
 void check_result_tensors(const AttentionArgs& args, const Options& options,
                           const Communicator& world) {
   const ResultPart part = options.results.part;
@@ -178,7 +178,7 @@ void check_result_tensors(const AttentionArgs& args, const Options& options,
           "out and lse of results by rows have rows at equal steps; their sequences lie apart");
 }
 
-/// Checks that the rows of results by rows are those that the rank gets.
+/// Checks that results by rows have the rows that the rank gets.
 void check_result_rows(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
                        Device device) {
   const Shard& own = arrays.queries;
@@ -245,7 +245,7 @@ void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& 
   }
 }
 
-/// Throws an InputError where the sequences have more keys together than the layer was made for.
+/// Throws an InputError if the sequences together have more keys than the layer's limit.
 void check_total_keys(const kernels::Batch& batch, const Shard& keys, std::int64_t most) {
   std::int64_t total = 0;
   for (int b = 0; b < batch.size; ++b) total += batch.keys(b, keys);

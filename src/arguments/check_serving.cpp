@@ -16,14 +16,14 @@ namespace {
 
 void refuse_input(const std::string& what) { throw InputError(what); }
 
-/// Checks that a type which stands in the options of a call is that of its tensor.
+/// Checks that a type in the options of a call is the type of its tensor.
 void check_type(std::optional<DType> asked, DType found, const char* name) {
   require(!asked || *asked == found, "dtypes says that {} is {}; it is {}", name,
           longspan::name(asked.value_or(found)), longspan::name(found));
 }
 
-/// Checks what all attention on one rank has beside tensors, and what the factors of its tensors
-/// hold.
+/// Checks what all attention on one rank has besides tensors, and the values of its tensors'
+/// scales.
 template <class Args>
 void check_call(const Args& args, const PagedShape& shape, const RunArrays& arrays, Device device) {
   require(args.max_query_len >= 0 && args.max_query_len <= kMostCount,
@@ -49,7 +49,7 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
   check_score_factors(args.score, shape.head_dim, arrays, shape.heads, shape.kv_heads);
 }
 
-/// The sizes of q, rows of a batch, over keys and values of these forms.
+/// The sizes of q, rows of a batch, with keys and values of these forms.
 PagedShape shape_of(const Tensor& q, const Tensor& k, const char* k_name, const Tensor& v,
                     const DTypes& dtypes) {
   const std::int64_t heads = q.shape[q.dims - 2], kv_heads = k.shape[k.dims == 5 ? 1 : k.dims - 2];
@@ -83,7 +83,7 @@ NamedKeys keys_of(const PagedAttention& args) {
 }
 NamedKeys keys_of(const AttendState& args) { return {args.k, args.v, "k", "v"}; }
 
-/// Checks what all attention on one rank reads.
+/// Checks the inputs of all attention on one rank.
 template <class Args>
 Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
   const auto [k, v, k_name, v_name] = keys_of(args);
@@ -105,7 +105,7 @@ Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
   return {cache, arrays};
 }
 
-/// Checks out, which has the products' type, or fp8 with its scale, and lse.
+/// Checks out, which has the type of the products, or fp8 with its scale, and lse.
 void check_result(const PagedAttention& args, const PagedShape& shape, bool has_scale,
                   const char* scale_name, Device device) {
   check_rows(args.out, "out", shape.tokens, shape.heads, shape.value_dim, args.out.dtype, device);

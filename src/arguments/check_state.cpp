@@ -1,4 +1,4 @@
-// Checks states and segments: what calls hand out, and what they take back.
+// Checks states and segments that calls write for the caller and read again.
 #include "src/arguments/check_state.hpp"
 
 #include "kernels/features.hpp"
@@ -10,7 +10,7 @@
 namespace longspan {
 namespace {
 
-/// The batch of rows by query_start, or of all.
+/// The batch of rows by query_start, or of all rows.
 kernels::Batch batch_of_rows(const Tensor& query_start, std::int64_t tokens, Device device) {
   kernels::Batch batch;
   if (!query_start) return batch;

@@ -1,5 +1,5 @@
-// Throws what a check of arrays found as a typed error. The check itself is a kernel
-// (ServingKernels::check_arrays), because the arrays lie where the kernels run.
+// Throws the findings of a check of arrays as a typed error. The check itself is a kernel
+// (ServingKernels::check_arrays), because the arrays lie on the device.
 #pragma once
 
 #include "kernels/params.hpp"
@@ -7,11 +7,11 @@
 
 namespace longspan {
 
-/// Throws InputError, which names the sequence, the column and the value; does nothing when there
-/// is no fault.
+/// Throws InputError, which names the sequence, the column and the value; does nothing without a
+/// fault.
 void throw_fault(const kernels::FaultReport& report);
 
-/// A report in the memory of a device, which outlives the calls that write to it.
+/// A report in device memory, which outlives the calls that write to it.
 class FaultBox {
  public:
   FaultBox() = default;
@@ -21,7 +21,7 @@ class FaultBox {
   kernels::FaultReport* report() const {
     return static_cast<kernels::FaultReport*>(memory_.data());
   }
-  /// Throws what was reported, once. It is to be called when the stream has passed the check.
+  /// Throws the reported fault, once. Call it after the stream has passed the check.
   void read();
 
  private:

@@ -1,5 +1,5 @@
-// The small arrays of a call as kernels take them: pointers whose extents are known. The caller
-// gives them as tensors, and array_checks.hpp checks them.
+// The small arrays of a call as kernels take them: pointers with known extents. The caller gives
+// tensors, which array_checks.hpp checks.
 #pragma once
 
 #include "longspan/element.hpp"
@@ -9,14 +9,16 @@
 
 namespace longspan {
 
-/// The arrays of one run of a layer, or of one call on one rank. What is not given is null.
+/// The arrays of one run of a layer, or of one call on one rank. Arrays that are not given are
+/// null.
 struct RunArrays {
   int batch = 1;
   const std::int32_t* query_start = nullptr;  // [batch + 1]
   const std::int32_t* kv_len = nullptr;       // [batch]
   const std::uint8_t* causal = nullptr;       // [batch]
   Shard keys;                                 // this rank's share of each sequence's keys
-  Shard queries;  // and of its rows, with Options::queries or results by rows; else all of them
+  Shard queries;  // its share of the rows, with Options::queries or results by rows; otherwise all
+                  // of them
   Documents documents;
   Floats sinks;  // [heads]
   Slopes slopes;

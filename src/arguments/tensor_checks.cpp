@@ -23,7 +23,7 @@ std::string to_string(const CountText& count) {
 
 namespace {
 
-/// The dimensions of a tensor that have more than one index, in ascending order of their strides.
+/// The dimensions of a tensor with more than one index, in ascending order of their strides.
 struct Steps {
   std::array<int, Tensor::kMaxDims> dims{};
   int count = 0;
@@ -40,12 +40,12 @@ struct Steps {
   const int* end() const { return dims.data() + count; }
 };
 
-/// The memory from the first element of a tensor to behind its last one.
+/// The memory from the first element of a tensor to one past its last.
 struct Span {
   const std::byte* begin;
   const std::byte* end;
 
-  /// Whether the first or the last byte of the other is one of these.
+  /// Whether the first or the last byte of the other lies in this span.
   bool has_an_end_of(const Span& other) const {
     return (other.begin >= begin && other.begin < end) || (other.end > begin && other.end <= end);
   }
@@ -58,7 +58,7 @@ Span span_of(const Tensor& t) {
   return {begin, begin + (last + 1) * static_cast<std::int64_t>(size_of(t.dtype))};
 }
 
-/// Whether there are places in the span of a tensor that no element has.
+/// Whether the span of a tensor has places without an element.
 bool has_gaps(const Tensor& t) {
   std::int64_t reach = 0;  // from the first to the last element of the smaller strides
   for (const int d : Steps(t)) {
@@ -68,8 +68,7 @@ bool has_gaps(const Tensor& t) {
   return false;
 }
 
-/// Checks that neither the bytes of the elements nor those from the first to the last leave 63
-/// bits.
+/// Checks that 63 bits hold the bytes of the elements and the bytes from the first to the last.
 void check_extent(const Tensor& t, const char* name) {
   std::int64_t count = static_cast<std::int64_t>(size_of(t.dtype)), reach = count;
   bool fits = true, any = true;
@@ -137,7 +136,7 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
   };
   if (in_place && out.data == in.data && out.dtype == in.dtype && same_strides()) return;
   const Span a = span_of(out), b = span_of(in);
-  if (a.end <= b.begin || b.end <= a.begin) return;  // as nearly all pairs of a run
+  if (a.end <= b.begin || b.end <= a.begin) return;  // true for nearly all pairs of a run
   require(a.begin != b.begin && (has_gaps(out) || !a.has_an_end_of(b)) &&
               (has_gaps(in) || !b.has_an_end_of(a)),
           "{} overlaps {}: {}", out_name, in_name,
@@ -155,14 +154,14 @@ void check_scales(const Scales& scales, const char* name, int kv_heads, bool div
 
 namespace {
 
-/// Joins dimensions 0 (batch) and 1 (tokens) into one where rows then stand at equal steps.
+/// Joins dimensions 0 (batch) and 1 (tokens) into one if rows then have equal steps.
 Tensor join(const Tensor& t, const char* name) {
   const std::int64_t batch = t.shape[0], count = t.shape[1];
   require(batch <= kMostCount && count <= kMostCount && batch * count <= kMostCount,
           "{} is {}: {} sequences of {} tokens; 0 to 2^31 - 1 of each are possible, and as many "
           "rows in all",
           name, shape_text(t), batch, count);
-  const bool any = t.size() > 0;  // else nothing bounds a stride by the memory that it reaches
+  const bool any = t.size() > 0;  // otherwise memory does not bound the strides
   const std::int64_t step = count == 1 ? t.stride[0] : t.stride[1];
   if (any && batch > 1 && t.stride[0] != count * step) return t;
   Tensor flat = t;

@@ -1,4 +1,4 @@
-// Checks what every call asks of its tensors. Each refusal names the tensor, what is wanted, what
+// Checks that every call makes of its tensors. Each refusal names the tensor, what is wanted, what
 // was found, and what to do.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace longspan {
 
-/// The most of anything that kernels count in 32 bits: tokens, sequences, keys, pages.
+/// The limit of counts that kernels keep in 32 bits: tokens, sequences, keys, pages.
 inline constexpr std::int64_t kMostCount = std::numeric_limits<std::int32_t>::max();
 
 template <class... Args>
@@ -25,13 +25,13 @@ void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
   if (!holds) throw InputError(fmt::format(format, std::forward<Args>(args)...));
 }
 
-/// Throws UsageError with the text `what` unless the options hold. They are checked once, so that
-/// the text may be made ahead of the check.
+/// Throws UsageError with the text `what` unless the options hold. Options are checked once, so the
+/// text may be made before the check.
 inline void usage(bool holds, const std::string& what) {
   if (!holds) throw UsageError(what);
 }
 
-/// A tensor's shape in a message, which is made only where a check fails: a run makes dozens of
+/// A tensor's shape in a message. The text is made only if a check fails: a run makes dozens of
 /// checks, and each text would take longer than all of them.
 struct ShapeText {
   const Tensor& tensor;
@@ -39,14 +39,14 @@ struct ShapeText {
 inline ShapeText shape_text(const Tensor& t) { return {t}; }
 std::string to_string(const ShapeText& shape);
 
-/// A number that is wanted, or, below 0, what stands for any.
+/// The wanted number; below 0, a text for any number.
 struct CountText {
   std::int64_t count;
   const char* any;
 };
 std::string to_string(const CountText& count);
 
-/// Formats what has a to_string.
+/// Formats types that have a to_string.
 template <class Text>
 struct TextFormatter : fmt::formatter<std::string> {
   auto format(const Text& text, fmt::format_context& to) const {
@@ -63,50 +63,51 @@ struct fmt::formatter<longspan::CountText> : longspan::TextFormatter<longspan::C
 
 namespace longspan {
 
-/// Checks data, type and device. The type must be known, there are at most Tensor::kMaxDims
-/// dimensions, no negative extents or strides, and no more elements than 63 bits address.
+/// Checks data, type and device. The type must be known. There are at most Tensor::kMaxDims
+/// dimensions, no negative extents or strides, and at most as many elements as 63 bits address.
 void check_tensor(const Tensor& t, const char* name, DType dtype, Device device);
 
-/// Checks a tensor that is written: no element has two indices. It asks for what every usual layout
-/// has: with the strides in order, each steps over all that the smaller ones reach.
+/// Checks a tensor that is written: no element has two indices. It requires the property of every
+/// usual layout: in order of size, each stride steps over all that the smaller ones reach.
 void check_written(const Tensor& t, const char* name);
 
-/// Checks that a result overlaps no input, except that it may be `in` itself where `in_place` says
-/// so. Tensors with gaps may lie in each other's gaps, which is not looked into.
+/// Checks that a result overlaps no input, except that it may be `in` itself if `in_place` is set.
+/// It does not detect tensors that lie in each other's gaps.
 void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
                    bool in_place = false);
 
-/// Checks, on the host only, that factors of a quantised tensor are finite, and that those which
-/// divide are not 0.
+/// Checks, on the host only, that the scales of a quantised tensor are finite, and those used as
+/// divisors not 0.
 void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
 
-/// Views [batch, heads, tokens, dim], as models hold queries and results, as rows of the batch, and
-/// leaves anything else as it is: [batch * tokens, heads, dim], or, where sequences lie apart, so
-/// that rows are not at equal steps, [batch, tokens, heads, dim].
+/// Views [batch, heads, tokens, dim], as models hold queries and results, as rows of the batch:
+/// [batch * tokens, heads, dim], or [batch, tokens, heads, dim] if sequences lie apart, so that
+/// rows have no equal steps. Leaves anything else unchanged.
 Tensor batch_rows(const Tensor& t, const char* name);
-/// Views [batch, tokens, heads] likewise as [batch * tokens, heads], or leaves it.
+/// The same for [batch, tokens, heads]: views it as [batch * tokens, heads], or leaves it
+/// unchanged.
 Lse batch_rows(const Lse& lse, const char* name);
 
-/// What batch_rows gives has so many rows. Of extents that nothing has checked yet the count is
-/// negative where one of them is, and at most what 63 bits hold.
+/// The number of rows of a result of batch_rows. For unchecked extents the count is negative if one
+/// of them is, and at most the largest number of 63 bits.
 std::int64_t count_rows(const Tensor& t, int dims = 3);
 
-/// Throws InputError where tensors whose sequences lie apart do not have the same sequences. (One
-/// whose rows are at equal steps goes with any.)
+/// Throws InputError if tensors whose sequences lie apart have different sequences. (One whose rows
+/// have equal steps goes with any.)
 void check_apart(std::initializer_list<const Tensor*> rows, std::initializer_list<const Lse*> lses);
 
-/// Checks [rows, heads, dim] with a dense last dimension; with `rows` < 0 there may be any number.
+/// Checks [rows, heads, dim] with a dense last dimension; with `rows` < 0 any number is right.
 void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                 std::int64_t dim, DType dtype, Device device);
 
-/// Checks what batch_rows gives likewise.
+/// The same for a result of batch_rows.
 void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                       std::int64_t dim, DType dtype, Device device);
 
 /// Checks [rows, heads] of fp32.
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                Device device);
-/// Checks what batch_rows gives likewise.
+/// The same for a result of batch_rows.
 void check_batch_lse(const Lse& lse, const char* name, std::int64_t rows, std::int64_t heads,
                      Device device);
 
@@ -119,23 +120,23 @@ void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
 
 kernels::Rows rows_of(const Tensor& t);
 kernels::LseView lse_of(const Tensor& t);
-/// What batch_rows gives, as kernels see it.
+/// Views a result of batch_rows as kernels take it.
 kernels::TokenRows token_rows_of(const Tensor& t);
 kernels::TokenLse token_lse_of(const Lse& lse);
 
-/// A cache of keys and values as kernels see it.
+/// A cache of keys and values as kernels take it.
 struct CacheView {
   kernels::KvRows k;
   kernels::KvRows v;
-  kernels::Pages pages;   // size and count also without a table, when the cache is in pages
-  std::int64_t keys = 0;  // rows in all
+  kernels::Pages pages;   // size and count also without a table, if the cache is in pages
+  std::int64_t keys = 0;  // total rows
   bool packed = false;    // contiguous, sequence after sequence
-  // These are of contiguous [batch, capacity, ...], and 0 where sequences are packed, or in pages.
-  std::int64_t capacity = 0;  // keys that a sequence has room for
-  std::int64_t pitch = 0;     // keys from the start of one sequence to that of the next; 0 where
+  // For contiguous [batch, capacity, ...]; 0 if sequences are packed, or in pages.
+  std::int64_t capacity = 0;  // keys that fit a sequence
+  std::int64_t pitch = 0;     // keys from the start of one sequence to the start of the next; 0 if
                               // all sequences share the same keys (a batch stride of 0)
 
-  /// The keys of one sequence that there is room for.
+  /// The number of keys of one sequence that fit.
   std::int64_t room() const {
     return pages ? pages.columns * pages.size : packed ? keys : capacity;
   }
@@ -151,24 +152,24 @@ struct CacheShape {
 /// values of the same form.
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
 
-/// Whether v is the first columns of k, as in a cache of latent keys: it is one memory, with the
-/// same strides.
+/// Whether v is the first columns of k, as in a cache of latent keys: the same memory with the same
+/// strides.
 bool values_in_keys(const Tensor& k, const Tensor& v);
 
-/// The scales of the values. Where v lies in the memory of k, as in a cache of latent keys, what is
-/// stored has one scale: that of k, which v_scale may repeat, or leave out. InputError where it is
-/// another: on the host by its values, on a GPU, where they are not in reach, by its address. A
-/// rank without keys may leave it out, too.
+/// The scales of the values. If v lies in the memory of k, as in a cache of latent keys, the stored
+/// values have one scale: that of k, which v_scale may repeat, or leave out. InputError for a
+/// different scale: compared by value on the host, by address on a GPU, whose values cannot be read
+/// here. A rank without keys may leave it out, too.
 Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
                         const Scales& k_scale, const Scales& v_scale, int kv_heads, Device device);
 
-/// Whether new values are due beside new keys. It is false where v is the first columns of k; then
-/// there must be none.
+/// Whether new keys need new values. False if v is the first columns of k; then there must be none.
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,
                       const char* k_name, const Tensor& v, const char* v_name);
 
-/// Checks a cache that is written: k and v (unless they are its first columns) overlap neither
-/// themselves, nor each other, nor (contiguous [batch, capacity, ...]) one sequence the next.
+/// Checks a cache that is written: k and v (unless v is k's first columns) overlap neither
+/// themselves nor each other, and in contiguous [batch, capacity, ...] no sequence overlaps the
+/// next.
 void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name);
 
 /// Views pages (attention.hpp), with or without a table. `k_name` is k or k_cache.

@@ -18,7 +18,7 @@ namespace longspan {
 
 namespace {
 
-/// Throws for what no call with these options could have.
+/// Throws for options that no call could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
   if (q != DType::e4m3 || kv != DType::e4m3)
@@ -68,8 +68,8 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
   if (score.alibi > Alibi::sqrt)
     refuse(fmt::format("alibi of number {} is none of {}", static_cast<int>(score.alibi),
                        fmt::join(choice_names<Alibi>(), ", ")));
-  // Kernels multiply by these, and where one leaves the normal numbers a score is NaN, or has lost
-  // its digits. A scale of 0 is what it says: all scores are alike.
+  // Kernels multiply by these. If a product leaves the normal numbers, a score is NaN or has lost
+  // its digits. A scale of 0 is valid: all scores are alike.
   const float scale = score.scale_of(head_dim);
   if (scale != 0 && !std::isnormal(scale * kLog2E))
     refuse(
@@ -192,8 +192,8 @@ void check_threads(int threads) {
 
 void check_options(const Options& o, int ranks) {
   check_values(o, ranks);
-  // These are the states of one run on one rank, in numbers that cannot overflow. A machine has
-  // less than 2^48 bytes, which leaves every sum of sizes far inside 63 bits.
+  // The states of one run on one rank, in numbers that cannot overflow. A machine has less than
+  // 2^48 bytes, so every sum of sizes stays far inside 63 bits.
   const double rows = static_cast<double>(o.limits.max_tokens) * o.heads * (o.queries ? ranks : 1);
   const double bytes = rows * (4.0 * o.of_values() + 8) * ranks;
   usage(bytes < 0x1p48,
@@ -213,7 +213,7 @@ std::string text_of(DType dtype) { return name(dtype); }
 std::string text_of(Alibi alibi) { return name(alibi); }
 std::string text_of(Exchange exchange) { return name(exchange); }
 std::string text_of(float number) { return fmt::format("{}", number); }
-/// The one that may be left out is the scale of the scores.
+/// The scale of the scores is the only one that may be left out.
 std::string text_of(const std::optional<float>& scale) {
   return scale ? text_of(*scale) : "1/sqrt(head_dim)";
 }

@@ -1,4 +1,4 @@
-// Checks what must hold before anything runs. Each refusal names what was asked, what was found,
+// Checks that must pass before anything runs. Each refusal names what was asked, what was found,
 // and what to do.
 #pragma once
 
@@ -13,66 +13,65 @@
 
 namespace longspan {
 
-/// Throws UsageError for options that make no sense, and a number of ranks that is none, and
+/// Throws UsageError for options that make no sense and for an invalid number of ranks, and
 /// Unsupported for what longspan cannot do.
 void check_values(const Options& options, int ranks);
-/// The same for options that a layer is made of: also for sizes that no memory of `ranks` ranks
-/// holds.
+/// The same for the options of a layer: also for sizes that no memory of `ranks` ranks can hold.
 void check_options(const Options& options, int ranks = 1);
 
-/// Throws UsageError for a number of host threads that a rank cannot be asked for.
+/// Throws UsageError for an invalid number of host threads.
 void check_threads(int threads);
 
-/// Throws UsageError for constants by which no time can be predicted.
+/// Throws UsageError for constants from which no time can be predicted.
 void check_machine(const Machine& machine);
 
-/// Check what a mask, and the numbers of a score over heads of `head_dim`, must be; `refuse` throws
-/// the caller's kind of error.
+/// Check a mask, and the numbers of a score over heads of `head_dim`; `refuse` throws the caller's
+/// kind of error.
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
 void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&));
 
-/// Checks, on the host only, what the factors and slopes of a call make of its scores: InputError
-/// where they would leave fp32, and be NaN.
+/// Checks, on the host only, the effect of the scales and slopes of a call on its scores:
+/// InputError if scores would leave fp32 and become NaN.
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
                          int heads, int kv_heads);
 
-/// Throws InputError for arguments of attend() that do not say what options to make of them.
+/// Throws InputError for arguments of attend() that do not determine the options.
 void check_one_call(const AttentionArgs& args);
 
-/// What was checked, as kernels see it.
+/// Checked arguments as kernels take them.
 struct Checked {
-  CacheView cache;  // this rank's
+  CacheView cache;  // of this rank
   RunArrays arrays;
 };
 
-/// Gives the same arguments with q, out and lse as batch_rows() views them.
+/// Returns the same arguments with q, out and lse as batch_rows() views them.
 AttentionArgs with_batch_rows(const AttentionArgs& args);
 
 /// Throws InputError for tensors and arrays that do not fit the options or each other. On the host
-/// lengths and tables are checked too; on a GPU they are not in reach. What lies in block tables is
-/// left to ServingKernels::check_arrays.
+/// it also checks lengths and tables, which it cannot read on a GPU. ServingKernels::check_arrays
+/// checks the contents of block tables.
 Checked check_attention(const AttentionArgs& args, const Options& options,
                         const Communicator& world);
 /// AttentionArgs::new_k and new_v, with the cache that they belong to.
 Append append_of(const AttentionArgs& args);
 Checked check_append(const Append& tokens, const Options& options, const Communicator& world);
 
-/// Checks query_start alone, on the host only. `rows` are those of the whole q.
+/// Checks query_start only, on the host only. `rows` are those of the whole q.
 void check_starts(const kernels::Batch& batch, std::int64_t rows);
 
-/// Checks, on the host only, query_start and the lengths of a batch whose keys lie in `cache` as
-/// `shard` says. `rows` are those of the whole q. With max_kv_len 0 there is no bound.
+/// Checks, on the host only, query_start and the lengths of a batch whose keys lie in `cache` by
+/// the rule `shard`. `rows` are those of the whole q. With max_kv_len 0 there is no bound.
 void check_lengths(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
                    const CacheView& cache, std::int64_t max_kv_len);
 
-/// Checks what a rule alone tells of the one sequence, when its length is in the shard. It is not
-/// for ranges, whose table may lie on a GPU.
+/// Checks that the one sequence fits the cache, as far as the rule and the length in the shard
+/// tell. Not for ranges, whose table may lie on a GPU.
 void check_room(const Shard& shard, const CacheView& cache);
 
 /// Lists every option that ranks must give alike, as text, for agree(). agreement.hpp does the same
-/// for a run, and lists what need not be alike.
+/// for a run, and lists what may differ.
 NamedValues describe(const Options& options, const std::string& bf16_products = "");
-/// Lists those of them that say how keys and queries are dealt out.
+/// Lists those of them that determine how keys and queries are distributed.
 NamedValues describe_shardings(const Options& options);
 
 }  // namespace longspan

@@ -1,5 +1,5 @@
-// The one family of macros by which calls into foreign libraries, which report errors by value,
-// become typed errors that name the call and the place. Foreign types appear only where a macro is
+// The only macros for calls into foreign libraries that report errors by value. They turn errors
+// into typed errors that name the call and the place. Foreign types appear only where a macro is
 // used.
 #pragma once
 
@@ -18,11 +18,11 @@ namespace longspan {
 }  // namespace longspan
 
 /// Makes a CUDA runtime call; it needs <cuda_runtime_api.h>. The runtime keeps a thread's last
-/// error beside what a call returns. What is thrown is taken from there, so that a caller who
-/// catches it and goes on leaves nothing for the next one who looks.
+/// error besides the returned status. The macro clears it, so that a caller that catches the error
+/// and continues leaves nothing behind for the next check.
 #define LONGSPAN_CUDA(call) LONGSPAN_CUDA_STATUS(call, #call)
 
-/// Does the same with the status that a call named `name` returned before.
+/// The same with the status that a call named `name` has returned.
 #define LONGSPAN_CUDA_STATUS(status, name)                                                   \
   do {                                                                                       \
     const cudaError_t longspan_status = (status);                                            \
@@ -33,8 +33,8 @@ namespace longspan {
     }                                                                                        \
   } while (0)
 
-/// Whether a CUDA runtime call worked, for code that goes on where it did not, as destructors do.
-/// It leaves no last error behind either.
+/// Whether a CUDA runtime call worked, for code that continues after a failure, such as
+/// destructors. It clears the last error too.
 #define LONGSPAN_CUDA_WORKED(call) \
   ((call) == cudaSuccess || (static_cast<void>(cudaGetLastError()), false))
 

@@ -19,19 +19,20 @@ std::string read(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// quota / period of one group, or 0.
+/// quota / period of one control group, or 0.
 double quota_in(const fs::path& group) {
   double quota = 0, period = 0;
-  std::istringstream two(read(group / "cpu.max"));  // "max 100000" where there is none
+  std::istringstream two(read(group / "cpu.max"));  // "max 100000" without a quota
   if (two >> quota >> period && period > 0) return quota / period;
-  std::istringstream one(read(group / "cpu.cfs_quota_us") + " " +  // -1 where there is none
+  std::istringstream one(read(group / "cpu.cfs_quota_us") + " " +  // -1 without a quota
                          read(group / "cpu.cfs_period_us"));
   if (one >> quota >> period && quota > 0 && period > 0) return quota / period;
   return 0;
 }
 
-/// The least quota of the group at `path` below `mount` and those above it. A container may see its
-/// own group as the root, under a path that is not there: the root counts always.
+/// The least quota of the group at `path` below `mount` and of the groups above it. A container may
+/// see its own group as the root, under a path that does not exist there, so the root always
+/// counts.
 double least_quota(const fs::path& mount, const fs::path& path) {
   double least = quota_in(mount);
   fs::path at = mount;
@@ -88,7 +89,7 @@ int fair_share(const std::vector<std::vector<int>>& cores, int own, double quota
     });
     share += 1.0 / static_cast<double>(sharing);
   }
-  // A part of a core is too little for a thread, and what is missing to a whole by rounding is not.
+  // A part of a core is too little for a thread; a deficit from rounding does not count.
   if (quota > 0) share = std::min(share, quota / static_cast<double>(cores.size()));
   return std::max(1, static_cast<int>(share + 1e-6));
 }

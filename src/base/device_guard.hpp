@@ -1,4 +1,4 @@
-// Makes a GPU the calling thread's current one, for a while. Every public call that reaches a GPU
+// Makes a GPU the calling thread's current one, temporarily. Every public call that uses a GPU
 // holds a guard, so that a caller's own choice (cudaSetDevice, torch.cuda.set_device) is neither
 // needed nor lost.
 #pragma once
@@ -30,7 +30,7 @@ inline int current_gpu() {
 class DeviceGuard {
  public:
   /// Makes GPU `gpu` current until the guard ends; below 0 it does nothing. It never throws, so
-  /// that destructors hold one too: what CUDA refuses here, the calls that follow report.
+  /// destructors can hold one too: the calls that follow report what CUDA refuses here.
   explicit DeviceGuard([[maybe_unused]] int gpu) noexcept {
 #if defined(LONGSPAN_HAVE_CUDA)
     if (gpu < 0 || !LONGSPAN_CUDA_WORKED(cudaGetDevice(&before_)) || before_ == gpu) return;

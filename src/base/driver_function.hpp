@@ -1,4 +1,4 @@
-// Functions of CUDA's driver, without linking its library.
+// Functions of the CUDA driver, without linking its library.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 
 namespace longspan {
 
-/// The function `name` of CUDA 12's driver, whose type is that of a pointer to it. Throws
-/// BackendError where the driver is older.
+/// The function `name` of CUDA 12's driver; `Function` is the type of a pointer to it. Throws
+/// BackendError if the driver is older.
 template <class Function>
 Function driver_function(const char* name) {
   void* function = nullptr;

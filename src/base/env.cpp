@@ -1,5 +1,5 @@
-// One table of the environment variables: it drives both what is read and what `longspan env`
-// prints, so that no variable can be read without being listed.
+// The table of environment variables. It drives both the reader and `longspan env`, so that no
+// variable can be read without being listed.
 #include "src/base/env.hpp"
 
 #include <fmt/format.h>
@@ -49,7 +49,7 @@ void read_port(const char* name, const std::string& text, Env& env) {
 
 void read_secret(const char* name, const std::string& text, Env& env) {
   constexpr std::size_t kMost = 1024;
-  if (text.size() > kMost)  // the message does not show what it is
+  if (text.size() > kMost)  // too long for a message
     throw UsageError(
         fmt::format("{} was set to {} bytes, but it takes at most {}.", name, text.size(), kMost));
   env.secret = text;

@@ -17,14 +17,15 @@ struct Env {
   static Env read();
 };
 
-/// The variable's value, or nothing where it is not set or empty. It is for what launchers set
-/// (RANK, OMPI_COMM_WORLD_SIZE ...).
+/// The variable's value, or nothing if it is unset or empty. For variables of launchers (RANK,
+/// OMPI_COMM_WORLD_SIZE ...).
 std::optional<std::string> env_text(const char* name);
 
-/// Whether the variable is set, if only to nothing: an empty CUDA_VISIBLE_DEVICES hides every GPU.
+/// Whether the variable is set, even to an empty value: an empty CUDA_VISIBLE_DEVICES hides every
+/// GPU.
 bool env_is_set(const char* name);
 
-/// Sets the variable for libraries that read it later, where the user has not.
+/// Sets the variable for libraries that read it later, unless the user has.
 void env_default(const char* name, const char* value);
 
 }  // namespace longspan

@@ -5,7 +5,8 @@
 
 namespace longspan {
 
-/// Hands out the parts of the memory at `base`, each aligned to 256 bytes. A null base only counts.
+/// Hands out parts of the memory at `base`, each aligned to 256 bytes. With a null base it only
+/// counts.
 struct Parts {
   std::byte* base = nullptr;
   std::size_t bytes = 0;

@@ -1,10 +1,10 @@
-// The one seam between communication and kernels: how a kernel reaches the memory of the other
-// ranks. A communicator fills it, and an exchange kernel uses it; where there is none, states
-// travel by the all_gather collective.
+// The only interface between communication and kernels: how a kernel reaches the memory of the
+// other ranks. A communicator fills it, and an exchange kernel uses it. Without it, states travel
+// by the all_gather collective.
 //
 // Every rank has a peer buffer of equal size, zeroed when it was made, which all ranks of the node
-// can write. Exchanges are counted by `epoch`, in device memory, so that a replayed graph goes on
-// counting. No wait is without end: a kernel that waits past the deadline, or sees the abort word,
+// can write. Exchanges are counted by `epoch`, in device memory, so that a replayed graph continues
+// the count. Every wait is bounded: a kernel that waits past the deadline, or sees the abort word,
 // writes a report and returns. A layer has its own peer buffers, and so its own epoch and report.
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace longspan {
 
-/// What an exchange kernel found wrong; `kind` is none while all is well. It travels as one word of
-/// 64 bits, 0 for none, so that a reader who sees that there is a report sees all of it.
+/// What an exchange kernel found wrong; `kind` is none if all is well. It travels as one word of 64
+/// bits, 0 for none, so a reader that sees a report sees all of it.
 struct PeerReport {
   enum Kind : std::uint8_t { none, timeout, aborted, differs };
   Kind kind = none;
@@ -37,10 +37,10 @@ struct PeerView {
   int ranks = 1;
   std::byte* peer_buffer[kMostRanks] = {};  // [ranks], `bytes` each; [rank] is this rank's own
   std::size_t bytes = 0;
-  std::uint32_t* epoch = nullptr;   // [2] device: exchanges done, blocks done of the one at hand
-  std::uint32_t* abort = nullptr;   // [1] seen by host and device: not 0 stops every wait
-  std::uint64_t* report = nullptr;  // [1] seen by host and device: PeerReport::word, the first
-  std::uint64_t deadline_ns = 0;    // of one exchange
+  std::uint32_t* epoch = nullptr;   // [2] device: exchanges done, blocks done of the current one
+  std::uint32_t* abort = nullptr;   // [1] shared by host and device: not 0 stops every wait
+  std::uint64_t* report = nullptr;  // [1] shared by host and device: PeerReport::word, the first
+  std::uint64_t deadline_ns = 0;    // for one exchange
 
   explicit operator bool() const { return epoch != nullptr; }
 };

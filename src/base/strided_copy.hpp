@@ -1,5 +1,5 @@
-// Rows that are copied between two places which have them at different steps. Copy engines take one
-// as it is (CUDA calls it a 2D copy), and a kernel takes many at once.
+// Copies of rows between two places with different pitches. Copy engines take one as it is (a 2D
+// copy in CUDA), and a kernel takes many at once.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ struct StridedCopy {
   LONGSPAN_HD std::int64_t bytes() const { return rows * width; }
 };
 
-/// The widest word, up to 16 bytes, that divides all rows and the addresses that they begin at.
+/// The widest word, up to 16 bytes, that divides all rows and their start addresses.
 LONGSPAN_HD inline int word_of(const StridedCopy& c) {
   const std::uintptr_t all =
       reinterpret_cast<std::uintptr_t>(c.from) | reinterpret_cast<std::uintptr_t>(c.to) |

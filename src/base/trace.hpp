@@ -1,5 +1,4 @@
-// Makes NVTX ranges around the phases, in longspan's own domain; it does nothing in a build without
-// NVTX.
+// NVTX ranges around the phases, in longspan's own domain; empty in a build without NVTX.
 #pragma once
 
 #if defined(LONGSPAN_NVTX)

@@ -1,4 +1,4 @@
-// The public face of a transport, and the choice of one.
+// The public interface of a transport, and the choice of one.
 #include "longspan/communicator.hpp"
 
 #include <memory>
@@ -37,7 +37,7 @@ std::string Communicator::describe() const { return transport_->describe(); }
 std::vector<std::string> Communicator::gather(const std::string& mine,
                                               const std::string& step) const {
   const DeviceGuard guard(gpu());
-  return transport_->gather(mine, comm::printable(step));  // messages show it
+  return transport_->gather(mine, comm::printable(step));  // printable, because messages show it
 }
 
 std::optional<Communicator> Communicator::split(int color, int key) const {
@@ -76,15 +76,15 @@ Communicator over_mpi(const CommOptions& options, int size) {
 #endif
 }
 
-/// The ranks of a control plane that is not MPI's.
+/// The ranks of a control plane other than MPI.
 std::shared_ptr<comm::Transport> between(std::unique_ptr<comm::Control> control,
                                          const CommOptions& options) {
   if (options.device == Device::cuda) return comm::gpu_transport(std::move(control), options.gpu);
   return comm::tcp_transport(std::move(control));
 }
 
-/// The ranks of a launcher have one port between them, and so one communicator is made there. While
-/// it lives, others are made over it.
+/// The ranks of a launcher have one port, and so one communicator is made there. While it is alive,
+/// others are made over it.
 Communicator over_tcp(const CommOptions& options, const comm::Launch& launch) {
   if (launch.size == 1) return alone(options);
   static std::mutex mutex;

@@ -1,4 +1,4 @@
-// Tells facts about the build and the machine, asked from each library that is part of the build.
+// Facts about the build and the machine, asked from each library that is part of the build.
 #include "longspan/info.hpp"
 
 #include "kernels/host/targets.hpp"
@@ -35,8 +35,8 @@ namespace {
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
-/// The instruction set that the host kernels use here: the best one that they are built for and the
-/// processor has.
+/// The instruction set that the host kernels use here: the best one that both the build and the CPU
+/// have.
 std::string instruction_set() {
   const auto targets = static_cast<std::uint64_t>(hwy::SupportedTargets() & HWY_TARGETS);
   return hwy::TargetName(static_cast<std::int64_t>(std::uint64_t{1} << std::countr_zero(targets)));
@@ -60,7 +60,7 @@ bool reaches(int gpu, int other) {
   return LONGSPAN_CUDA_WORKED(cudaDeviceCanAccessPeer(&yes, gpu, other)) && yes != 0;
 }
 
-/// Tells how states can travel between the GPUs of this node (Options::exchange).
+/// How states can travel between the GPUs of this node (Options::exchange).
 std::string exchange_text(int gpus) {
   for (int g = 0; g < gpus; ++g)
     for (int other = 0; other < gpus; ++other)
@@ -106,7 +106,7 @@ void add_gpus(Rows& rows) {
 }
 #endif
 
-/// Where the constants come from by which "auto" chooses here.
+/// The origin of the constants by which "auto" chooses here.
 std::string constants() {
   const auto of = [](Device device) -> std::string {
     try {
@@ -135,7 +135,7 @@ int host_threads(const Communicator& world, int asked) {
   gethostname(host.data(), host.size() - 1);
   std::string mine = host.data();
   for (const int core : affinity()) mine += fmt::format(" {}", core);
-  // This is done always, since ranks may be set up differently.
+  // All ranks do this always, since ranks may be set up differently.
   const std::vector<std::string> all = world.gather(mine, "cores of ranks on a node");
   if (asked == 0) asked = Env::read().threads;
   if (asked > 0) return asked;

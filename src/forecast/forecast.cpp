@@ -1,5 +1,5 @@
-// Predicts what each strategy does with a run, from the bytes and the work that it says it takes
-// and the constants of the machine.
+// Predicts the run of each strategy, from the bytes and the work that the strategy declares and the
+// constants of the machine.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,20 +20,20 @@
 namespace longspan {
 namespace {
 
-/// The part of the other ranks that are of other nodes.
+/// The part of the other ranks that are on other nodes.
 double far_part(const Topology& topology) {
   if (topology.ranks == 1 || topology.ranks_per_node == 0) return 0;
   const int own = std::min(topology.ranks_per_node, topology.ranks);
   return static_cast<double>(topology.ranks - own) / (topology.ranks - 1);
 }
 
-/// The seconds that bytes take, some of them from other nodes.
+/// The seconds for a transfer of `bytes`, of which `far_bytes` come from other nodes.
 double transfer_seconds(double bytes, double far_bytes, const Machine& machine) {
   return (bytes - far_bytes) / machine.link_bytes_per_s + far_bytes / machine.node_link_bytes_per_s;
 }
 
-/// What there is to compute in a run, and how evenly strategies share it: many alike, so that each
-/// way is looked at once.
+/// The work of a run, and how evenly strategies share it. Many strategies share it alike, so each
+/// way is computed once.
 class Work {
  public:
   Work(const Options& options, int ranks, const RunSize& size)
@@ -67,7 +67,7 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   const RunCost& cost = f.cost;
   f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
              cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;
-  // Of two levels, what travels beside the attention is what the nodes exchange.
+  // With two levels, only the exchange between nodes overlaps the attention.
   const double far = far_part(topology);
   f.far_bytes = two_levels ? cost.far_bytes : far * cost.received_bytes;
   const double overlapped = transfer_seconds(
@@ -87,8 +87,8 @@ void check_topology(const Topology& topology) {
                                  topology.ranks_per_node));
 }
 
-/// Throws UsageError for counts that are none, and for those that leave the 63 bits in which bytes
-/// of rows are counted and sequences walked over.
+/// Throws UsageError for invalid counts, and for counts beyond 63 bits, in which bytes of rows are
+/// counted and sequences iterated.
 void check_size(const RunSize& size, const Options& o) {
   const auto check = [](double count, double most, const char* name) {
     if (!(count >= 0 && count <= most))

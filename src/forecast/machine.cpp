@@ -49,7 +49,7 @@ constexpr std::array kConstants{
     Constant{"overlap", &Machine::overlap, Quantity::part},
 };
 
-/// What a measurement gives. Within these bounds every forecast is a number.
+/// Bounds of a measured value. Within them every forecast is a number.
 struct Range {
   double least, most;
   const char* text;
@@ -63,10 +63,10 @@ const Range& range_of(Quantity quantity) {
   return quantity == Quantity::rate ? kRate : quantity == Quantity::time ? kTime : kPart;
 }
 
-/// The remark of a file that says when its constants were measured.
+/// The comment of a file with the date of its measurement.
 constexpr std::string_view kMeasured = "# measured ";
 
-/// Some of what stands in a file, for people: a file of another kind may hold anything.
+/// A short part of a file's text, for messages: a file of another kind may hold anything.
 std::string shown(const std::string& text) {
   constexpr std::size_t kMost = 60;
   std::string some = text.substr(0, kMost);
@@ -105,8 +105,8 @@ class Descriptor {
   int number_;
 };
 
-/// What a file holds; not given where it cannot be opened, with errno. It waits for nobody, as
-/// opening a FIFO would, and reads no more than a file of constants may have.
+/// The text of a file; nothing if it cannot be opened, with errno. It does not block, as opening a
+/// FIFO would, and reads no more than the size limit.
 std::optional<std::string> text_of_file(const std::string& path) {
   constexpr std::size_t kMost = 64 << 10;
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC | O_NOCTTY));
@@ -205,7 +205,8 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
 void check_machine(const Machine& machine) {
   for (const Constant& c : kConstants) {
     const double value = machine.*c.value;
-    const bool is_free = c.quantity == Quantity::time && value == 0;  // as nothing measured is
+    const bool is_free = c.quantity == Quantity::time && value == 0;  // nothing that was measured
+                                                                      // is free
     const Range& range = range_of(c.quantity);
     if (!is_free && !range.holds(value))
       throw UsageError(fmt::format("the machine '{}' has {} {}, which is not {}{}", machine.name,

@@ -31,7 +31,8 @@ Interval rows_that_see(const Mask& mask, const Sequences& s, std::int64_t positi
   return rows;
 }
 
-/// Walks over `count` positions in cells of equal size, whose middle stands for all of them.
+/// Walks over `count` positions in cells of equal size; the middle of a cell stands for all of
+/// them.
 template <class Visit>
 void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
   cells = std::min(count, cells);
@@ -42,17 +43,17 @@ void for_cells(std::int64_t count, std::int64_t cells, const Visit& visit) {
 }
 
 constexpr std::int64_t kCells = 4096;  // of a walk over a sequence, or over the tiles of a rank
-constexpr std::int64_t kAllCells = 64 * kCells;  // of all ranks that are looked at
+constexpr std::int64_t kAllCells = 64 * kCells;  // of all ranks that are sampled
 
-/// In a batch of sequences that differ, each has its part of the cells, but no fewer than this.
+/// In a batch of sequences that differ, each gets a part of the cells, but at least this many.
 constexpr std::int64_t kLeastCells = 64;
 
 std::int64_t cells_of_each(std::int64_t cells, const std::vector<Sequences>& batch) {
   return std::max(kLeastCells, cells / static_cast<std::int64_t>(batch.size()));
 }
 
-/// What one rank has of a sequence, cut into tiles, and what of the other side of the pairs sees
-/// it: of keys the rows, of rows the keys. Both ends of what sees a position ascend with the
+/// One rank's part of a sequence, cut into tiles, and what the other side sees of it: for keys the
+/// rows, for rows the keys. Both ends of the interval that sees a position ascend with the
 /// position.
 class Share {
  public:
@@ -68,7 +69,7 @@ class Share {
 
   std::int64_t tiles() const { return divided_up(count_ * own_heads_, kTile); }
 
-  /// The tiles of the other side that its tile `tile` makes visible tiles with.
+  /// The number of tiles of the other side that form visible tiles with tile `tile`.
   double visible_with(std::int64_t tile) const {
     std::int64_t counted = 0;
     return static_cast<double>(touched(tile * kTile / own_heads_,
@@ -85,8 +86,8 @@ class Share {
                     : mask_.visible(position(i), sequence_.keys);
   }
 
-  /// The tiles of the other side, from `counted` on, which what the rank has at [begin, end) sees
-  /// or is seen by; `counted` is then behind them. Where that is one interval, its ends tell.
+  /// Counts the tiles of the other side, from `counted` on, that see the rank's [begin, end) or are
+  /// seen by it, and moves `counted` behind them. If they form one interval, its ends suffice.
   std::int64_t touched(std::int64_t begin, std::int64_t end, std::int64_t& counted) const {
     const Interval first = seen(begin), last = seen(end - 1);
     const bool consecutive = position(end - 1) - position(begin) == end - 1 - begin;

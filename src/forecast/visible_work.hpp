@@ -1,12 +1,12 @@
-// How much of an attention there is to compute, by the mask and the lengths, and how evenly it is
-// shared. Work is counted in pairs of a row and a key that it sees; shares of it in tiles of them,
-// since a kernel computes a tile of which anything is seen:
+// How much work an attention has, by the mask and the lengths, and how evenly ranks share it. Work
+// is counted in visible pairs of a row and a key. Shares of it are counted in tiles, since a kernel
+// computes a whole tile if any pair in it is visible:
 //
 //     tile   128 packed rows (the query heads of a group, row after row) by 128 keys
 //
-// A rank that shares keys has its own keys, 128 by 128 as they lie, and all rows in order; one that
-// shares rows has its own rows and all keys in order. Of long shares some tiles stand for those
-// beside them.
+// A rank that shares keys has its own keys, 128 by 128 in their order, and all rows in order. One
+// that shares rows has its own rows and all keys in order. Long shares are sampled: some tiles
+// stand for their neighbours.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@
 
 namespace longspan {
 
-/// Sequences of a run that are alike. Their rows are the last positions.
+/// Sequences of a run with the same sizes. Their rows are the last positions.
 struct Sequences {
   std::int64_t rows = 0, keys = 0;  // of each of them
   double count = 1;
@@ -26,16 +26,16 @@ struct Sequences {
   std::int64_t first_row() const { return keys - rows; }
 };
 
-/// The sequences of a run, those that are alike together. Of hundreds of lengths the middle one of
-/// neighbours stands for them.
+/// The sequences of a run, grouped by size. Of hundreds of different lengths, neighbours are
+/// represented by their middle one.
 std::vector<Sequences> sequences_of(const RunSize& size);
 
-/// The visible pairs of a row and a key.
+/// The number of visible pairs of a row and a key.
 double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch);
 
-/// The visible tiles of the rank that has most of them, over the mean, where each sequence is dealt
-/// out by the same rule. `group` query heads share a kv head. Of thousands of ranks some are looked
-/// at, the first and the last among them.
+/// The visible tiles of the rank that has most of them, over the mean, if each sequence is
+/// distributed by the same rule. `group` query heads share a kv head. Of thousands of ranks only
+/// some are computed, the first and the last among them.
 double balance_of(const Sharding& dealt, Balanced by, const Mask& mask,
                   const std::vector<Sequences>& batch, int group, int ranks);
 

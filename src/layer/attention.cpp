@@ -1,4 +1,4 @@
-// The layer: it checks, gives the strategy its memory, and hands each run to it.
+// The layer: it checks arguments, gives the strategy its memory, and passes each run to it.
 //
 //     make:  options -> agree between ranks -> kernels, strategy, memory
 //     run:   args -> check -> Run -> strategy's Pass      (nothing allocated, nothing waited for)
@@ -30,7 +30,8 @@
 namespace longspan {
 namespace {
 
-/// Sets marks on a stream at the start of each phase of a run, and measures the time between them.
+/// Records marks on a stream at the start of each phase of a run, and measures the time between
+/// them.
 class PhaseClock {
  public:
   PhaseClock(std::unique_ptr<kernels::Timer> timer, int marks)
@@ -71,7 +72,8 @@ struct Attention::Impl {
   std::unique_ptr<Strategy> strategy;
   ExchangeInfo exchange;
   FaultBox faults;                     // on CUDA, with check_arrays
-  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache's
+                                       // size once
 
   Impl(const Communicator& communicator, const Options& given)
       : world(communicator), options(given), memory(world) {
@@ -100,13 +102,13 @@ struct Attention::Impl {
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
 
-  /// Whether the contents of small arrays are compared too: where that costs no look at GPU memory,
-  /// or was asked for.
+  /// Whether the contents of small arrays are compared too: if that needs no read of GPU memory, or
+  /// was asked for.
   bool compares_contents() const {
     return world.device() == Device::host || options.debug.check_arrays;
   }
 
-  /// Says what this rank was given for the run.
+  /// Announces the arguments of this rank for the run.
   void begin(Pass& pass) {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
@@ -116,7 +118,7 @@ struct Attention::Impl {
     pass.merge.headers = begun.headers;
   }
 
-  /// Checks that the ranks list every position once, where a table says which they have.
+  /// Checks that the ranks list every position once, if a listed table assigns them.
   void check_listed(Pass& pass) {
     if (!listed->are_checked()) return;
     pass.run.enter(Phase::exchange);
@@ -162,8 +164,8 @@ struct Attention::Impl {
                     });
   }
 
-  /// Whether the run needs to know where the first key of each sequence lies: it does for several
-  /// sequences, one after the other.
+  /// Whether the run needs the index of each sequence's first key: it does for several sequences,
+  /// one after another.
   bool needs_key_start(const Checked& run) const {
     return run.arrays.batch > 1 && run.cache.packed;
   }
@@ -243,14 +245,14 @@ struct Attention::Impl {
     p.geometry.batch = append.batch;
     p.geometry.shard = append.shard;
     p.pages = append.pages;
-    p.geometry.max_query_len = 0;  // a promise about queries; a longer prompt may be appended
+    p.geometry.max_query_len = 0;  // the limit is for queries; a longer prompt may be appended
     p.is_append = true;
     p.slot_count = cache.keys;
     return p;
   }
 
-  /// Checks the arrays where they lie: at once on the host, and on CUDA ahead of the kernels, for
-  /// wait() to report, when the options ask for it.
+  /// Checks the arrays on their device: on the host at once; on CUDA before the kernels, if the
+  /// options ask for it, with wait() as the reporter.
   void check_arrays(kernels::CheckParams p, Stream stream) {
     if (world.device() == Device::cuda) {
       if (!faults) return;
@@ -268,7 +270,7 @@ struct Attention::Impl {
     throw_fault(found);
   }
 
-  /// Lets attention write the new keys into the cache.
+  /// Makes attention also write the new keys into the cache.
   void give_new_keys(kernels::AttendParams& attend, const Append& tokens, const Checked& run,
                      Stream stream) {
     const kernels::AppendParams p = append_params(tokens, run);

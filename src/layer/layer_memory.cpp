@@ -15,8 +15,8 @@
 namespace longspan {
 namespace {
 
-/// Makes one rank's failure that of all: a step that can fail on some ranks only (memory) must not
-/// leave the others waiting in the next one.
+/// Turns one rank's failure into a failure of all: a step that can fail on some ranks only (memory)
+/// must not leave the others waiting in the next one.
 void settle(const Communicator& world, const std::string& failure, const std::string& step) {
   const std::vector<std::string> all = world.gather(failure, step);
   for (std::size_t rank = 0; rank < all.size(); ++rank)
@@ -24,12 +24,13 @@ void settle(const Communicator& world, const std::string& failure, const std::st
       throw BackendError(fmt::format("{} failed on rank {}: {}", step, rank, all[rank]));
 }
 
-/// Keeps memory until the process ends. A receive whose sender stopped in the middle of it cannot
-/// be called back, and MPI goes on writing when the sender goes on, after the run has failed and
-/// the layer is gone.
+/// Keeps memory until the process ends. A receive whose sender stopped halfway cannot be cancelled,
+/// and MPI continues to write when the sender does, even after the run has failed and the layer is
+/// gone.
 void keep_for_good(Buffer memory) {
   static std::mutex mutex;
-  static auto* const kept = new std::vector<Buffer>;  // never ends, so neither does what it holds
+  static auto* const kept = new std::vector<Buffer>;  // never destroyed, and neither is the memory
+                                                      // it holds
   const std::lock_guard lock(mutex);
   kept->push_back(std::move(memory));
 }
@@ -48,7 +49,7 @@ LayerMemory::~LayerMemory() {
   } catch (...) {
     try {
       keep_for_good(std::move(memory_));
-    } catch (...) {  // no memory for the list: the vector was not touched, and the buffer ends
+    } catch (...) {  // no memory for the list: the vector is unchanged, and the buffer is freed
     }
   }
 }

@@ -1,5 +1,5 @@
-// What every layer of several ranks is made of: kernels on the device of its world, and one
-// allocation that either all ranks get or none.
+// What every layer of several ranks has: kernels on the device of its world, and one allocation
+// that either all ranks get or none.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@
 
 namespace longspan {
 
-/// Makes kernels on the current GPU, or on processors with at most `threads` threads (0: this
-/// rank's share).
+/// Makes kernels on the current GPU, or on CPUs with at most `threads` threads (0: this rank's
+/// share).
 std::unique_ptr<kernels::Backend> make_kernels(const Communicator& world, int threads);
 
 class LayerMemory {
@@ -24,9 +24,9 @@ class LayerMemory {
   LayerMemory(const LayerMemory&) = delete;
   LayerMemory& operator=(const LayerMemory&) = delete;
 
-  /// Gives `lay_out` the parts of the memory that it takes; it is called twice, the first time to
-  /// count. `also` takes whatever else may fail on some ranks only. It is collective: where
-  /// anything failed on one rank, every rank throws a BackendError that names it.
+  /// Passes `lay_out` the parts of the memory; it is called twice, the first time to count. `also`
+  /// allocates anything else that may fail on some ranks only. Collective: if anything failed on
+  /// one rank, every rank throws a BackendError that names it.
   void allocate(const std::function<void(Parts&)>& lay_out, const std::function<void()>& also);
 
   std::size_t bytes() const { return memory_.bytes(); }

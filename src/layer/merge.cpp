@@ -1,5 +1,5 @@
-// The merge across ranks: a part is packed to where it travels from, the parts of all ranks (or of
-// each rank's own heads) come here, and one kernel merges them.
+// The merge across ranks: each rank packs its part into the send buffer, receives the parts of all
+// ranks (or those of its own heads), and one kernel merges them.
 //
 //     whole       my slot         -> all_gather -> [ranks] slots -> merge of all heads
 //     scattered   [ranks] slots   -> all_to_all -> [ranks] slots -> merge of my heads
@@ -30,7 +30,7 @@ namespace {
 
 constexpr const char* kStep = "merge across ranks";
 
-/// Throws UsageError for options that make no sense, or sizes that no memory holds.
+/// Throws UsageError for options that make no sense, or sizes that no memory can hold.
 void check_options(const MergeOptions& o, LogBase base, int ranks) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   usage(o.heads >= 1, fmt::format("heads {} is below 1", o.heads));
@@ -55,19 +55,19 @@ void check_options(const MergeOptions& o, LogBase base, int ranks) {
                     o.max_tokens, o.heads, o.value_dim, ranks, bytes));
 }
 
-/// A slot holds some heads of a rank's part with their lse, as they travel. The whole part lies as
-/// [tokens, heads, value_dim], then its lse [tokens, heads]. Where heads are scattered, each has
-/// its own [tokens, value_dim] and lse [tokens], so that the heads of one rank lie together.
+/// A slot holds some heads of a rank's part with their lse, as they travel. The whole part is
+/// stored as [tokens, heads, value_dim], then its lse [tokens, heads]. Scattered heads each have
+/// their own [tokens, value_dim] and lse [tokens], so that the heads of one rank are contiguous.
 struct Slot {
   std::int64_t row_stride, head_stride;          // of elements
   std::int64_t lse_row_stride, lse_head_stride;  // of floats
-  std::int64_t lse_at;                           // bytes ahead of the first lse
-  std::int64_t bytes;  // more than 0, as an exchange of nothing is an exchange too
+  std::int64_t lse_at;                           // bytes before the first lse
+  std::int64_t bytes;  // more than 0, since an empty exchange is an exchange too
 
   Slot(const MergeOptions& o, std::int64_t tokens, int ranks) {
     const std::int64_t heads = o.heads, dim = o.value_dim;
     const auto size = static_cast<std::int64_t>(size_of(o.dtype));
-    const std::int64_t together = o.scatter_heads ? 1 : heads;  // heads beside each other in a row
+    const std::int64_t together = o.scatter_heads ? 1 : heads;  // adjacent heads in a row
     lse_at = align(tokens * together * dim * size);
     const std::int64_t block = lse_at + align(tokens * together * 4);
     row_stride = together * dim;
@@ -87,7 +87,7 @@ struct Slot {
   static std::int64_t align(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 };
 
-/// Rows of memory from `first` on, at equal steps as far as their sequence goes.
+/// Rows of memory from `first` on, with equal steps within their sequence.
 kernels::Rows rows_from(const kernels::TokenRows& rows, DType dtype, std::int64_t first) {
   kernels::Rows rest = rows;
   rest.data = static_cast<std::byte*>(rows.data) +
@@ -109,9 +109,9 @@ struct CrossRankMerge::Impl {
   std::unique_ptr<kernels::Backend> kernels;
   LayerMemory memory;
   std::optional<AgreedRuns> runs;
-  // These are there with several ranks:
-  std::byte* slots = nullptr;    // [ranks] as they come
-  std::byte* leaving = nullptr;  // scattered: [ranks] as they go; whole: the rank's own of `slots`
+  // With several ranks only:
+  std::byte* slots = nullptr;    // [ranks] as received
+  std::byte* leaving = nullptr;  // scattered: [ranks] as sent; whole: the rank's own of `slots`
   float* scales = nullptr;       // [ranks] for parts of fp8
 
   Impl(const Communicator& communicator, const MergeOptions& given, LogBase log_base)
@@ -120,7 +120,7 @@ struct CrossRankMerge::Impl {
     runs.emplace(world, kStep, describe(options, base));
     check_options(options, base, world.size());
     kernels = make_kernels(world, options.threads);
-    kernels->merge_outputs(merge_params(0), {});  // of no tokens, to throw for too many ranks
+    kernels->merge_outputs(merge_params(0), {});  // no tokens: throws for too many ranks
     memory.allocate([this](Parts& parts) { lay_out(parts); },
                     [this] { runs->allocate(*kernels, world.device() == Device::host); });
   }
@@ -138,7 +138,7 @@ struct CrossRankMerge::Impl {
     runs->lay_out(parts);
   }
 
-  /// Describes the merge of `tokens`, without where anything lies.
+  /// Describes the merge of `tokens`, without addresses.
   kernels::MergeOutputsParams merge_params(std::int64_t tokens) const {
     kernels::MergeOutputsParams p;
     p.parts = ranks();
@@ -152,9 +152,9 @@ struct CrossRankMerge::Impl {
     return p;
   }
 
-  /// Merges into the result, in one call, or where sequences lie apart in one for each: the kernels
-  /// take rows at equal steps, which costs them least. give_parts(params, first) says where the
-  /// parts are from token `first` on.
+  /// Merges into the result, in one call, or in one for each sequence if they lie apart: kernels
+  /// take rows with equal steps, which is cheapest for them. give_parts(params, first) sets the
+  /// location of the parts from token `first` on.
   template <class GiveParts>
   void merge(const MergeArgs& args, const kernels::RunHeaders& headers, Stream stream,
              const GiveParts& give_parts) const {
@@ -196,7 +196,7 @@ struct CrossRankMerge::Impl {
                           stream);
   }
 
-  /// Merges the parts that came, each in its slot.
+  /// Merges the received parts, each in its slot.
   void merge_slots(const MergeArgs& args, const Slot& slot, const kernels::RunHeaders& headers,
                    Stream stream) const {
     merge(args, headers, stream, [&](kernels::MergeOutputsParams& p, std::int64_t first) {

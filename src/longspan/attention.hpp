@@ -6,22 +6,22 @@
 ///     layer.run({.q = q, .k = k, .v = v, .out = out, .total_keys = 1 << 20}, stream);
 ///     layer.wait(stream);
 ///
-/// Every rank computes the partial state of its own keys, the states are exchanged, and one merge
-/// gives what a single device would have given: out = softmax(score(q k^T)) v.
+/// Every rank computes the partial state of its own keys, the ranks exchange these states, and one
+/// merge gives the result of a single device: out = softmax(score(q k^T)) v.
 ///
-/// A paged cache of keys and values has one of two forms. Its tensors have any strides:
+/// A paged cache of keys and values has one of two forms. Its tensors may have any strides:
 ///
 ///     rows      K [pages, page, kv_heads, head_dim], V [pages, page, kv_heads, value_dim]
 ///     x-packed  K [pages, kv_heads, head_dim / x, page, x]   x = 16 bytes of elements, as a rule
 ///               V [pages, kv_heads, value_dim, page]
 ///
 /// In rows, V may be the first columns of K: the same memory and strides with fewer columns, as in
-/// a cache of latent keys (MLA). Then new values are never given: they come with the new keys.
+/// a cache of latent keys (MLA). New values are then never given: they come with the new keys.
 ///
 /// A block table says which page holds the i-th keys of a sequence. In a sharded cache each rank
-/// has its own pages and its own table: local key i of a sequence (shard.hpp says which position
-/// that is) lies in row i % page of page table[i / page]. Entries that no visible key needs are
-/// neither checked nor read.
+/// has its own pages and its own table. Local key i of a sequence (shard.hpp gives its position)
+/// lies in row i % page of page table[i / page]. Entries that no visible key needs are neither
+/// checked nor read.
 #pragma once
 
 #include <cstddef>
@@ -37,30 +37,30 @@
 
 namespace longspan {
 
-/// One run. Ranks give the same but for what is their own: keys, values, pages, the strides of q,
-/// and where the result goes (docs/contributing/ranks.md has the list); wait(), or on processors
-/// run(), throws a UsageError on every rank where they do not. Tensors are views on the layer's
-/// device, and their memory must live until the stream has passed them. Lengths and tables are read
-/// on the stream, so a captured graph replays with new ones.
+/// One run. Ranks give the same arguments, except for what is a rank's own: keys, values, pages,
+/// the strides of q, and where the result goes (docs/contributing/ranks.md has the list). If they
+/// differ, wait(), or on CPUs run(), throws a UsageError on every rank. Tensors are views on the
+/// layer's device, and their memory must live until the stream has passed them. Lengths and tables
+/// are read on the stream, so a captured graph replays with new ones.
 ///
-/// q and out are [tokens, heads, dim], or [batch, heads, tokens, dim] with tokens of each sequence,
-/// over memory in any order whose last stride is 1: dense in either order, or with room between
-/// sequences. Nothing is copied. Where the sequences of q lie apart, as in a dense [batch, heads,
-/// tokens, dim] of several, they are those of query_start; where those of out or lse do, they are
-/// as many as those of q, of as many tokens. (On a GPU 16-bit queries with other room between
-/// sequences than that of the other heads run on the portable kernel.)
+/// q and out are [tokens, heads, dim], or [batch, heads, tokens, dim] with tokens of each sequence.
+/// Their memory may have any order whose last stride is 1: dense in either order, or with gaps
+/// between sequences. Nothing is copied. If the sequences of q lie apart, as in a dense [batch,
+/// heads, tokens, dim] of several, they must be those of query_start. If those of out or lse lie
+/// apart, they must match those of q in number and in tokens. (On a GPU, 16-bit queries run on the
+/// portable kernel if a gap between sequences is not just the rows of the other heads.)
 ///
-/// A run has as many sequences as kv_len has entries; without kv_len it has one, of total_keys
+/// A run has as many sequences as kv_len has entries. Without kv_len it has one, of total_keys
 /// keys.
 struct AttentionArgs {
   Tensor q;    ///< [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
   Tensor k;    ///< [keys, kv_heads, head_dim], the rank's own keys, sequence after sequence; or
-               ///< [batch, capacity, kv_heads, head_dim], each from the start of its row; with a
-               ///< block table, the rank's pages
-  Tensor v;    ///< as k, of value_dim. It may be the first columns of k (MLA): the same memory and
-               ///< strides, with fewer columns
-  Tensor out;  ///< as q, of value_dim; never read. Rows of the batch are written whole,
-               ///< others not at all. With Options::results by heads it has the rank's heads alone;
+               ///< [batch, capacity, kv_heads, head_dim], each sequence at the start of its row;
+               ///< or, with a block table, the rank's pages
+  Tensor v;    ///< like k, with value_dim columns. It may be the first columns of k (MLA): the same
+               ///< memory and strides, with fewer columns
+  Tensor out;  ///< like q, with value_dim columns; never read. Rows of the batch are written whole,
+               ///< others not at all. With Options::results by heads it has the rank's heads only;
                ///< by rows the rank's rows, [rows, heads, value_dim]
   Lse lse = {};  ///< [tokens, heads] or [batch, tokens, heads], natural log; optional. It has the
                  ///< rows and heads of out
@@ -72,23 +72,24 @@ struct AttentionArgs {
                             ///< optional for one sequence
   Tensor kv_len = {};       ///< [batch] int32 keys of the whole sequences, on all ranks
   Tensor block_table = {};  ///< [batch or more, columns] int32 pages of each sequence; optional
-  Tensor key_table = {};  ///< int64. Keys of layout ranges: [batch, ranks + 1]; listed: [keys] the
-                          ///< position of each of the rank's own keys, and all ranks together list
-                          ///< each once, which is checked on processors
-  Tensor query_table = {};  ///< likewise of the queries, or of results by rows; ranges: [ranks +
-                            ///< 1]; listed: [max_tokens], -1 past the rank's last row (of
-                            ///< results a row may be listed by several ranks, or by none)
+  Tensor key_table = {};  ///< int64. Keys of layout ranges: [batch, ranks + 1]. Listed: [keys], the
+                          ///< position of each of the rank's own keys; all ranks together list each
+                          ///< position once, which CPUs check
+  Tensor query_table = {};  ///< the same for the queries, or for results by rows. Ranges: [ranks +
+                            ///< 1]. Listed: [max_tokens], -1 past the rank's last row (several
+                            ///< ranks, or none, may list a row of the results)
 
-  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32, of a q of fp8, which must have it
-  Tensor k_scale = {};    ///< likewise of k
-  Tensor v_scale = {};    ///< likewise of v. Where v is the first columns of k it is k_scale: the
-                          ///< same values, on GPUs the same tensor, or left out
+  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32; required for a q of fp8
+  Tensor k_scale = {};    ///< like q_scale, for k
+  Tensor v_scale = {};    ///< like q_scale, for v. If v is the first columns of k, it is k_scale:
+                          ///< the same values, on GPUs the same tensor, or left out
   Tensor out_scale = {};  ///< [1] fp32: out = result / out_scale; optional
 
   /// As in Append: the keys of these rows of q (with sharded queries: of the whole q), on every
-  /// rank, so that one call appends and runs. Optional: k and v have them already.
+  /// rank, so that one call appends and runs. Optional; without them k and v already hold these
+  /// keys.
   Tensor new_k = {};
-  Tensor new_v = {};  ///< likewise the values; left out where v is the first columns of k
+  Tensor new_v = {};  ///< the values of new_k; left out where v is the first columns of k
 
   Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
   Tensor slopes = {};        ///< [heads] or [batch, heads] ALiBi, of any float type; optional
@@ -96,85 +97,85 @@ struct AttentionArgs {
   Tensor causal = {};        ///< [batch] uint8 in place of Options::mask.causal; optional
   Tensor documents = {};     ///< [count + 1] int64: document d, packed in the one sequence, has the
                              ///< positions [documents[d], documents[d + 1]); optional
-  bool skip_decode = false;  ///< sequences of one query are left out, their rows of out and lse
+  bool skip_decode = false;  ///< leaves out sequences of one query; their rows of out and lse stay
                              ///< untouched
 };
 
-/// New keys and values for the cache: those of positions that this rank holds are written. Token t
-/// of a sequence of q_len new tokens stands at position kv_len - q_len + t, so kv_len counts the
-/// new ones. The cut of a contiguous shard moves as kv_len grows: a cache that grows is
-/// interleaved, or has ranges.
+/// New keys and values for the cache: this rank writes those whose positions it holds. Token t of a
+/// sequence of q_len new tokens has position kv_len - q_len + t, so kv_len includes the new ones.
+/// The cut of a contiguous shard moves as kv_len grows, so a cache that grows should be
+/// interleaved, or have ranges.
 struct Append {
   Tensor new_k;  ///< [tokens, kv_heads, head_dim], on every rank
   Tensor new_v;  ///< [tokens, kv_heads, value_dim]; left out where v is the first columns of k
   Tensor k;      ///< the cache, as in AttentionArgs
-  Tensor v;      ///< likewise
+  Tensor v;      ///< as in AttentionArgs
   std::int64_t total_keys = 0;  ///< of the one sequence, new keys included, without kv_len
   Tensor query_start = {};      ///< [batch + 1] int32 rows of new_k; optional for one sequence
   Tensor kv_len = {};           ///< [batch] int32 keys of the whole sequences, new ones included
   Tensor block_table = {};      ///< as in AttentionArgs
   Tensor key_table = {};        ///< as in AttentionArgs
   Tensor k_scale = {};          ///< [1] or [kv_heads] fp32; a cache of fp8 stores x / scale
-  Tensor v_scale = {};          ///< likewise; as in AttentionArgs
+  Tensor v_scale = {};          ///< like k_scale; as in AttentionArgs
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().
 struct Phases {
-  double attend = 0;    ///< attention, with what is appended
-  double exchange = 0;  ///< what travels, and what is computed in the same kernel
-  double merge = 0;     ///< the merge of states, where it is a kernel of its own
-  /// The sum of them.
+  double attend = 0;    ///< attention, with the append
+  double exchange = 0;  ///< transfers, and what the same kernel computes
+  double merge = 0;     ///< the merge of states, if a separate kernel does it
+  /// The sum of the three.
   double total() const { return attend + exchange + merge; }
 };
 
-/// A layer: options that all ranks gave alike, and the memory for its largest run. Runs are
-/// collective: all ranks make the same ones in the same order. One layer is used on one stream at a
+/// A layer: options that are the same on all ranks, and the memory for its largest run. Runs are
+/// collective: all ranks make the same ones in the same order. Use one layer on one stream at a
 /// time.
 class Attention {
  public:
   /// Collective. Checks the options and that all ranks gave the same ones, and allocates the
-  /// workspace. Throws UsageError, Unsupported (naming what is not supported) or RankError.
+  /// workspace. Throws UsageError, Unsupported (which names what is not supported) or RankError.
   Attention(const Communicator& world, const Options& options);
   ~Attention();
-  /// Takes what the other has; the other may then only be assigned to or destroyed.
+  /// Takes over the layer of `other`, which may then only be assigned to or destroyed.
   Attention(Attention&&) noexcept;
-  /// Likewise; what it had is freed.
+  /// The same; frees what this object had.
   Attention& operator=(Attention&&) noexcept;
 
-  /// Queues the work on `stream` and returns: no allocation, no synchronisation, and it can be
-  /// captured in a CUDA graph. On the host the work is done when it returns. Throws InputError,
-  /// before anything is queued, for tensors that do not fit the options; UsageError for what ranks
-  /// give differently, where that is seen at once, or from the run before.
+  /// Queues the work on `stream` and returns. It does not allocate or synchronise, and a CUDA graph
+  /// can capture it. On the host the work is done when it returns. Throws InputError, before
+  /// anything is queued, for tensors that do not fit the options. Throws UsageError for arguments
+  /// that differ between ranks: at once if that is known at once, otherwise from the next run.
   void run(const AttentionArgs& args, Stream stream = {});
 
-  /// Queues the write of new tokens into this rank's cache, like run: nothing is allocated, waited
-  /// for or sent, and it can be captured. InputError, before anything is queued, for tensors that
-  /// do not fit the options.
+  /// Queues the write of new tokens into this rank's cache. Like run, it does not allocate, wait or
+  /// send, and a CUDA graph can capture it. Throws InputError, before anything is queued, for
+  /// tensors that do not fit the options.
   void append(const Append& tokens, Stream stream = {});
 
-  /// Blocks until the stream is done, at most for the communicator's deadline. The only call that
-  /// blocks; errors that arose after queueing appear here, InputError with Debug::check_arrays
-  /// among them.
+  /// Blocks until the stream is done, at most for the communicator's deadline. It is the only call
+  /// that blocks. It throws errors that arose after queueing, also InputError with
+  /// Debug::check_arrays.
   void wait(Stream stream = {});
 
-  /// As they were given.
+  /// The options as given.
   const Options& options() const;
-  /// The ranks that it was made on.
+  /// The ranks of the layer.
   const Communicator& world() const;
-  /// The strategy that serves it, "auto" resolved.
+  /// The layer's strategy, "auto" resolved.
   const StrategyInfo& strategy() const;
 
-  /// What this rank holds of a sequence of `length` keys. UsageError where the keys' layout takes a
+  /// The share of this rank of a sequence of `length` keys. UsageError if the keys' layout needs a
   /// table.
   Shard shard(std::int64_t length) const;
 
   /// How states travel in this layer.
   const ExchangeInfo& exchange() const;
 
-  /// Bytes of the workspace on this rank; docs/reference/memory.md explains it.
+  /// Bytes of the workspace on this rank; see docs/reference/memory.md.
   std::size_t workspace_bytes() const;
 
-  /// With Debug::profile: where the time of the last run went; zeros without it.
+  /// With Debug::profile: the times of the last run's phases; without it zeros.
   Phases phases() const;
 
  private:
@@ -182,8 +183,8 @@ class Attention {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Makes a layer, runs it once and waits. Heads, dims and types come from the tensors, and the
-/// limits in `options` need not be given. Collective; throws what these throw.
+/// Makes a layer, runs it once and waits. Heads, dims and types come from the tensors, and
+/// `options` need not give the limits. Collective; throws what Attention, run and wait throw.
 void attend(const Communicator& world, const AttentionArgs& args, Options options = {});
 
 }  // namespace longspan

@@ -1,5 +1,5 @@
 /// \file
-/// Memory on a device, owned: for callers without an allocator of their own (the command, tests,
+/// Owned memory on a device, for callers without an allocator of their own (the command, tests,
 /// examples). A layer keeps its workspace in one.
 #pragma once
 
@@ -9,31 +9,30 @@
 
 namespace longspan {
 
-/// Memory of its own on one device; it is moved, not copied, and freed at the end.
+/// Owns memory on one device: movable, not copyable, freed in the destructor.
 class Buffer {
  public:
   /// No memory.
   Buffer() = default;
-  /// `bytes` of uninitialised memory, aligned to 256 bytes, on the host or the current GPU, which
-  /// it belongs to from then on. BackendError when there is not enough, Unsupported in a build
-  /// without CUDA.
+  /// `bytes` of uninitialised memory, aligned to 256 bytes, on the host or on the current GPU.
+  /// BackendError if there is not enough, Unsupported in a build without CUDA.
   Buffer(Device device, std::size_t bytes);
   ~Buffer();
-  /// Takes the memory of `other`, which has none afterwards.
+  /// Takes over the memory of `other`, which is then empty.
   Buffer(Buffer&& other) noexcept;
-  /// The same; what it had is freed.
+  /// The same; frees what this object had.
   Buffer& operator=(Buffer&& other) noexcept;
 
-  /// The first byte, on device(); null where there is no memory.
+  /// The first byte, on device(); null without memory.
   void* data() const { return data_; }
-  /// How many there are.
+  /// The size in bytes.
   std::size_t bytes() const { return bytes_; }
-  /// Where they lie.
+  /// The device of the memory.
   Device device() const { return device_; }
 
-  /// A blocking copy of bytes() from host memory. InputError for a null pointer.
+  /// Copies bytes() from host memory and blocks. InputError for a null pointer.
   void upload(const void* host);
-  /// A blocking copy of bytes() to host memory. InputError for a null pointer.
+  /// Copies bytes() to host memory and blocks. InputError for a null pointer.
   void download(void* host) const;
 
  private:

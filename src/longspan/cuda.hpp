@@ -8,7 +8,7 @@
 
 namespace longspan {
 
-/// The stream as calls of longspan take it.
+/// The stream in the form that calls of longspan take.
 inline Stream as_stream(cudaStream_t stream) { return {stream}; }
 
 }  // namespace longspan

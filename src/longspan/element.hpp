@@ -1,5 +1,5 @@
 /// \file
-/// One element of an array whose type is known at run time. Loading is exact; storing rounds to the
+/// One element of an array whose type is known at run time. Loading is exact. Storing rounds to the
 /// nearest, ties to even; fp8 saturates at its largest finite value, and NaN stays NaN. Host and
 /// CUDA run these functions; a kernel may use an instruction that gives the same bits.
 ///
@@ -17,7 +17,7 @@ namespace longspan {
 /// Conversions between fp32 and the bits of smaller floats.
 namespace element {
 
-/// A small float of kExponent exponent and kMantissa mantissa bits, as fp32 (exact).
+/// Converts a small float of kExponent exponent and kMantissa mantissa bits to fp32 (exact).
 template <int kExponent, int kMantissa>
 LONGSPAN_HD constexpr float widen(std::uint32_t bits) {
   constexpr std::uint32_t kBias = (1u << (kExponent - 1)) - 1;
@@ -36,8 +36,8 @@ LONGSPAN_HD constexpr float widen(std::uint32_t bits) {
   return std::bit_cast<float>(sign | wide);
 }
 
-/// The reverse, rounded to nearest even. Past the largest finite value: kSaturate gives that value,
-/// otherwise infinity. NaN stays NaN.
+/// The reverse, rounded to nearest even. Past the largest finite value it gives that value with
+/// kSaturate, otherwise infinity. NaN stays NaN.
 template <int kExponent, int kMantissa, bool kSaturate>
 LONGSPAN_HD constexpr std::uint32_t narrow(float value) {
   constexpr std::uint32_t kBias = (1u << (kExponent - 1)) - 1;
@@ -83,7 +83,8 @@ LONGSPAN_HD inline float load_element(const void* data, DType dtype, std::int64_
   }
 }
 
-/// Element i of `data` becomes `value`, rounded; fp8 saturates, fp16 and bf16 overflow to infinity.
+/// Stores `value` as element i of `data`, rounded; fp8 saturates, fp16 and bf16 overflow to
+/// infinity.
 LONGSPAN_HD inline void store_element(void* data, DType dtype, std::int64_t i, float value) {
   switch (dtype) {
     case DType::fp32:
@@ -112,23 +113,23 @@ LONGSPAN_HD inline void store_element(void* data, DType dtype, std::int64_t i, f
 
 /// A small array of floats of any type, such as sinks or slopes. Null: not given.
 struct Floats {
-  const void* data = nullptr;  ///< the first; null: not given
+  const void* data = nullptr;  ///< the first element; null: not given
   DType dtype = DType::fp32;   ///< any float type
 
-  /// None.
+  /// Not given.
   Floats() = default;
-  /// Of fp32.
+  /// An array of fp32.
   LONGSPAN_HD Floats(const float* values) : data(values) {}  // NOLINT: an array of floats is one
-  /// Of any float type.
+  /// An array of any float type.
   LONGSPAN_HD Floats(const void* values, DType type) : data(values), dtype(type) {}
 
   /// Whether they are given.
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
-  /// The i-th as fp32.
+  /// The i-th element as fp32.
   LONGSPAN_HD float operator[](std::int64_t i) const { return load_element(data, dtype, i); }
 };
 
-/// The same from the i-th on; none where none are given.
+/// The array from element i on; not given if `floats` is not.
 LONGSPAN_HD inline Floats floats_from(const Floats& floats, std::int64_t i) {
   if (!floats) return floats;
   return {
@@ -136,7 +137,7 @@ LONGSPAN_HD inline Floats floats_from(const Floats& floats, std::int64_t i) {
       floats.dtype};
 }
 
-/// Factors of a quantised tensor: none (1), one for the tensor, or one for each kv head. A stored
+/// Scales of a quantised tensor: none (1), one for the tensor, or one for each kv head. A stored
 /// element x stands for x * scale.
 struct Scales {
   const float* data = nullptr;  ///< [1] or [kv_heads]
@@ -144,7 +145,7 @@ struct Scales {
 
   /// Whether they are given.
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
-  /// Of a kv head; 1 where none is given.
+  /// The scale of a kv head; 1 if none is given.
   LONGSPAN_HD float operator[](int kv_head) const {
     return data == nullptr ? 1.0f : data[per_head ? kv_head : 0];
   }

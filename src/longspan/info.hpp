@@ -11,54 +11,54 @@ namespace longspan {
 
 class Communicator;
 
-/// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them, and where the
-/// machine's constants come from.
+/// Version, backends, instruction set, MPI, NCCL, GPUs and the links between them, and the origin
+/// of the machine's constants.
 std::vector<std::pair<std::string, std::string>> system_info();
 
 /// GPUs that this process can use; 0 in a build without CUDA.
 int gpu_count();
 
-/// Host threads of this rank: `asked`, or where that is 0 LONGSPAN_THREADS, or else its share of
-/// the node's cores: ranks share those that they may all run on, and have those to themselves that
-/// they are pinned to alone; no more than its share of the container's quota; at least 1.
+/// Host threads of this rank: `asked`; if that is 0 LONGSPAN_THREADS; otherwise its share of the
+/// node's cores. Ranks share the cores that all of them may run on; a rank has to itself those that
+/// only it is pinned to. It takes no more than its share of the container's quota, and at least 1.
 /// Collective.
 int host_threads(const Communicator& world, int asked = 0);
 
-/// Something that attention can be asked for, and which kernels do it. What they do not do, they
-/// refuse by this name.
+/// Something that attention can be asked for, and which kernels support it. Others refuse it by
+/// this name.
 struct FeatureInfo {
-  std::string name;     ///< as refusals and docs/reference/features.md call it
+  std::string name;     ///< as in refusals and docs/reference/features.md
   std::string meaning;  ///< one line for people
-  std::string by;  ///< what can be asked for it: "layer" (Attention), "calls" (ServingOps), or both
-  bool host;       ///< whether processors do it
-  bool cuda;       ///< whether some CUDA kernel does it
+  std::string by;       ///< what can ask for it: "layer" (Attention), "calls" (ServingOps), or both
+  bool host;            ///< whether CPUs support it
+  bool cuda;            ///< whether some CUDA kernel supports it
 };
 
-/// Every feature of the kernels' own list that a public call can ask for.
+/// Every feature in the kernels' own list that a public call can ask for.
 std::vector<FeatureInfo> features();
 
-/// A family of attention kernels: which calls it serves, unless a row of the same device ahead of
-/// it takes them.
+/// A family of attention kernels and the calls that it serves. If several families of a device
+/// could serve a call, the first in the list does.
 struct KernelInfo {
   std::string device;   ///< "host" or "cuda"
-  std::string name;     ///< of the family
-  std::string queries;  ///< of a sequence: "short" (up to 16), "long", "any", or how many
+  std::string name;     ///< the name of the family
+  std::string queries;  ///< queries of a sequence: "short" (up to 16), "long", "any", or a number
   std::string heads;    ///< head_dim and value_dim
-  std::string takes;    ///< what the call may ask for
-  std::string ends;     ///< where its rows end: "result" without a merge, "result of split keys" by
+  std::string takes;    ///< features that the call may use
+  std::string ends;     ///< how its rows end: "result" without a merge, "result of split keys" by
                         ///< the fold of their splits, "states" for a merge
-  bool arrivals;        ///< whether it may begin while keys of other ranks still come
-  bool new_keys;        ///< whether it writes a call's new keys and values into the cache itself
+  bool arrivals;        ///< whether it may begin before all keys of other ranks have arrived
+  bool new_keys;        ///< whether it also writes a call's new keys and values into the cache
 };
 
-/// Every family of kernels, of each device in the order in which they are asked.
+/// Every family of kernels; per device in the order in which they are tried.
 std::vector<KernelInfo> kernel_families();
 
-/// An environment variable that longspan reads, and what it is set to.
+/// An environment variable that longspan reads, and its value.
 struct EnvironmentVariable {
-  std::string name;      ///< as the shell knows it
-  std::string value;     ///< as set, or empty; of a secret whether it is set
-  std::string standard;  ///< what holds when it is not set
+  std::string name;      ///< the name of the variable
+  std::string value;     ///< its value, or empty; for a secret only whether it is set
+  std::string standard;  ///< the default
   std::string meaning;   ///< one line for people
 };
 

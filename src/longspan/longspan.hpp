@@ -1,5 +1,5 @@
 /// \file
-/// The whole public interface, less the interop headers (mpi.hpp, nccl.hpp, cuda.hpp).
+/// The whole public interface, except for the interop headers (mpi.hpp, nccl.hpp, cuda.hpp).
 #pragma once
 
 #include "longspan/attention.hpp"

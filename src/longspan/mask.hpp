@@ -1,6 +1,6 @@
 /// \file
-/// Which keys a query sees. Everything is decided by positions in the sequence, never by an index
-/// that is local to a rank, a tile or a page, so a shard of the keys sees what the whole would.
+/// Which keys a query sees. Only positions in the sequence decide this, never an index that is
+/// local to a rank, a tile or a page. A shard of the keys therefore sees what the whole would.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@ namespace longspan {
 /// Positions [begin, end).
 struct Interval {
   std::int64_t begin = 0;  ///< the first
-  std::int64_t end = 0;    ///< behind the last
+  std::int64_t end = 0;    ///< one past the last
 
-  /// Whether a position is one of them.
+  /// Whether a position is in the interval.
   LONGSPAN_HD bool contains(std::int64_t position) const {
     return position >= begin && position < end;
   }
-  /// Whether there is none.
+  /// Whether it has no positions.
   LONGSPAN_HD bool empty() const { return begin >= end; }
 };
 
@@ -28,12 +28,12 @@ struct Interval {
 /// A sequence's query rows are its last positions: row t of q_len rows, counted over all ranks, has
 /// position kv_len - q_len + t (bottom-right alignment).
 struct Mask {
-  bool causal = false;      ///< no key behind the query's own position
-  std::int64_t window = 0;  ///< keys to the left, the query's own included; 0: no bound.
-                            ///< The field's (left, right) pair has left = window - 1.
+  bool causal = false;      ///< no key after the query's own position
+  std::int64_t window = 0;  ///< keys to the left, the query's own included; 0: no bound. In the
+                            ///< usual (left, right) notation, left = window - 1.
   std::int64_t right = -1;  ///< keys to the right; -1: no bound. Causal overrides it.
 
-  /// What a query at `position` sees of a sequence of `kv_len` keys.
+  /// The keys that a query at `position` sees of a sequence of `kv_len` keys.
   LONGSPAN_HD Interval visible(std::int64_t position, std::int64_t kv_len) const {
     Interval keys{0, kv_len};
     if (window > 0 && position - window + 1 > 0) keys.begin = position - window + 1;
@@ -50,18 +50,19 @@ struct Mask {
 };
 
 /// Documents packed in one sequence: a query sees keys of its own document only. Document d has the
-/// positions [start[d], start[d + 1]); what lies outside of all sees and is seen by nothing.
+/// positions [start[d], start[d + 1]). Positions outside of all documents see nothing and are not
+/// seen.
 struct Documents {
   const std::int64_t* start = nullptr;  ///< [count + 1], ascending; null: one document
-  std::int64_t count = 0;               ///< documents
+  std::int64_t count = 0;               ///< number of documents
 
   /// Whether a table was given.
   LONGSPAN_HD explicit operator bool() const { return start != nullptr; }
 
-  /// The document of a position; an empty interval where it is in none.
+  /// The document of a position; an empty interval if it is in none.
   LONGSPAN_HD Interval around(std::int64_t position) const {
     if (count == 0) return {position, position};
-    // Empty, and still in order: what the first and the last row see bounds what all rows see.
+    // Empty, but still in order: what the first and the last row see bounds what all rows see.
     if (position < start[0]) return {start[0], start[0]};
     if (position >= start[count]) return {start[count], start[count]};
     const std::int64_t* const starts = start;

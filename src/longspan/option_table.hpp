@@ -1,7 +1,7 @@
 /// \file
-/// The table of options, and that of the arguments of a run: what each is called in C++, in Python
-/// and on the command line, and whether ranks must give it alike. Agreement and
-/// docs/reference/options.md are made from it. What a member means stands beside the member
+/// The table of options and the table of a run's arguments: the name of each in C++, in Python and
+/// on the command line, and whether ranks must give the same value. The comparison between ranks
+/// and docs/reference/options.md are made from it. The meaning of a member stands beside the member
 /// (options.hpp, attention.hpp).
 #pragma once
 
@@ -17,8 +17,7 @@
 
 namespace longspan {
 
-// ---- options that are one of a few
-// ---------------------------------------------------------------
+// ---- options with named choices ---------------------------------------------------------------
 
 /// Every Alibi.
 constexpr std::array<Alibi, 3> choices(Alibi) {
@@ -30,7 +29,7 @@ constexpr std::array<Exchange, 4> choices(Exchange) {
           Exchange::gather};
 }
 
-/// The one of that name; none where there is none.
+/// The choice of that name; nothing if there is none.
 template <class Choice>
 std::optional<Choice> choice_named(std::string_view text) {
   for (const Choice choice : choices(Choice{}))
@@ -38,7 +37,7 @@ std::optional<Choice> choice_named(std::string_view text) {
   return std::nullopt;
 }
 
-/// The names of all.
+/// The names of all choices.
 template <class Choice>
 std::vector<std::string> choice_names() {
   std::vector<std::string> names;
@@ -51,11 +50,11 @@ std::vector<std::string> choice_names() {
 
 /// One option of a layer.
 struct OptionInfo {
-  const char* group;    ///< the member of Options that it stands in, "mask.", or "" for none
-  const char* name;     ///< in messages; behind `group` it is the member
-  const char* python;   ///< of longspan.Attention; null: Python has none
-  const char* command;  ///< of `longspan run`; null: the command has none
-  const char* own;      ///< why ranks need not give it alike; null: it is compared
+  const char* group;    ///< the member of Options that holds it, "mask.", or "" for none
+  const char* name;     ///< in messages; `group` + `name` is the member
+  const char* python;   ///< in longspan.Attention; null: Python has none
+  const char* command;  ///< in `longspan run`; null: the command has none
+  const char* own;      ///< why ranks may give different values; null: it is compared
 
   /// "mask.causal".
   std::string member() const { return std::string(group) + name; }
@@ -119,17 +118,17 @@ void visit_options(AnyOptions& o, const Visit& visit) {
 enum class Compared : std::uint8_t {
   contents,  ///< whether it is given, and what it holds
   given,     ///< whether it is given
-  ranges,    ///< what it holds, where it has the ranges of all ranks
+  ranges,    ///< its contents, if it has the ranges of all ranks
   number,    ///< as a number, in runs that read it
-  own,       ///< not, or in part: `own` says it
+  own,       ///< not at all, or in part: `own` says which
 };
 
 /// One argument of a run.
 struct ArgumentInfo {
   const char* name;    ///< the member of AttentionArgs
-  const char* python;  ///< of the call of a longspan.Attention; null: Python has none
-  Compared compared;   ///< by the ranks
-  const char* own;     ///< what of it is a rank's own, and why; null: nothing
+  const char* python;  ///< in the call of a longspan.Attention; null: Python has none
+  Compared compared;   ///< how ranks compare it
+  const char* own;     ///< which part is a rank's own, and why; null: none
 };
 
 /// Calls visit(ArgumentInfo, member) for every argument. `Args` is AttentionArgs, const or not.

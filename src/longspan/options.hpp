@@ -1,6 +1,6 @@
 /// \file
-/// What is fixed when a layer is made, in groups. The calls of serving engines (serving.hpp) take
-/// the same groups.
+/// Options that are fixed when a layer is made, in groups. The calls of serving engines
+/// (serving.hpp) take the same groups.
 #pragma once
 
 #include <cmath>
@@ -24,11 +24,12 @@ struct DTypes {
   std::optional<DType> out = {};    ///< of out; default compute, or fp8 with an out_scale
   bool tf32 = false;                ///< CUDA: fp32 products may be rounded to tf32
   bool fp8_products = false;   ///< Hopper: long e4m3 queries may be multiplied with e4m3 keys and
-                               ///< values as they are, weights rounded to e4m3 (features.md).
-                               ///< Faster, some percent of error; scales must be positive
-  bool bf16_products = false;  ///< host: bf16 may be multiplied by the processor's own
-                               ///< instructions (AMX), weights rounded to bf16, as GPUs do it;
-                               ///< with other bits than on processors without (features.md)
+                               ///< values without conversion, with weights rounded to e4m3
+                               ///< (features.md). Faster, some percent of error; scales must be
+                               ///< positive
+  bool bf16_products = false;  ///< host: bf16 may be multiplied by the CPU's own instructions
+                               ///< (AMX), with weights rounded to bf16, as GPUs do it. The bits
+                               ///< differ from those of CPUs without AMX (features.md)
 
   /// The type of q, its default resolved.
   DType of_query() const { return query.value_or(compute); }
@@ -41,11 +42,11 @@ struct DTypes {
   bool operator==(const DTypes&) const = default;
 };
 
-/// What makes a score of a product of query and key (score.hpp has the formula).
+/// How a score is made from a product of query and key (score.hpp has the formula).
 struct ScoreOptions {
   std::optional<float> scale = {};  ///< default 1 / sqrt(head_dim)
   float softcap = 0.0f;             ///< 0: off
-  Alibi alibi = Alibi::context;     ///< what ALiBi slopes multiply
+  Alibi alibi = Alibi::context;     ///< the distance that ALiBi slopes multiply
 
   /// The scale for heads of that size, its default resolved.
   float scale_of(int head_dim) const {
@@ -61,54 +62,56 @@ struct Limits {
   std::int64_t max_tokens = 1;      ///< most query rows in one run, over the batch; with sharded
                                     ///< queries: most on one rank
   int max_batch = 1;                ///< most sequences in one run
-  std::int64_t max_kv_len = 0;      ///< no sequence is longer; 0: unknown, which costs workspace
-  std::int64_t max_total_keys = 0;  ///< the sequences of one run have no more keys together, over
-                                    ///< all ranks; 0: each may have max_kv_len. Strategies whose
-                                    ///< keys travel take memory for so many, and on GPUs, where
-                                    ///< only the device knows lengths, send as many
+  std::int64_t max_kv_len = 0;      ///< no sequence is longer; 0: unknown, which needs more
+                                    ///< workspace
+  std::int64_t max_total_keys = 0;  ///< most keys of all sequences of one run together, over all
+                                    ///< ranks; 0: each may have max_kv_len. Strategies that send
+                                    ///< keys allocate memory for that many. On GPUs, where only the
+                                    ///< device knows lengths, they also send that many
   std::int64_t max_query_len = 0;   ///< no sequence has more queries in one run (1: plain decode);
-                                    ///< 0: unknown, which costs launches of kernels for long ones
-  std::int64_t max_workspace = 0;   ///< bytes on a rank, but for the scratch of its kernels; a
-                                    ///< strategy that takes more is refused. 0: no limit
-  bool dense_keys = false;  ///< k and v of every run lie dense, one sequence behind the other,
-                            ///< and the host knows their lengths: ring-kv and gather-kv send
-                            ///< them from there and refuse other runs, and ring-kv on GPUs has a
+                                    ///< 0: unknown, which also launches kernels for long ones
+  std::int64_t max_workspace = 0;   ///< bytes on a rank, without the scratch of its kernels; a
+                                    ///< strategy that needs more is refused. 0: no limit
+  bool dense_keys = false;  ///< k and v of every run are dense, one sequence after another, and the
+                            ///< host knows their lengths. ring-kv and gather-kv then send directly
+                            ///< from k and v and refuse other runs. ring-kv on GPUs then has one
                             ///< block less
 
   /// Whether all members are equal.
   bool operator==(const Limits&) const = default;
 };
 
-/// Checks and measurements, which cost time.
+/// Checks and measurements, which take time.
 struct Debug {
-  bool check_arrays = false;  ///< CUDA: check lengths and block tables on the GPU ahead of the
-                              ///< kernels (which run nevertheless); wait() throws what was found.
-                              ///< Listed tables are read by the host, which waits for the stream,
-                              ///< and compared between ranks; run() throws what was found.
-                              ///< On the host they are always checked, first
-  bool profile = false;       ///< time the phases of each run; see Attention::phases
+  bool check_arrays = false;  ///< CUDA: check lengths and block tables on the GPU before the
+                              ///< kernels, which still run; wait() throws what was found. Listed
+                              ///< tables are read by the host, which waits for the stream, and
+                              ///< compared between ranks; run() throws what was found. The host
+                              ///< always checks all of this, first
+  bool profile = false;       ///< measure the phases of each run; see Attention::phases
 
   /// Whether all members are equal.
   bool operator==(const Debug&) const = default;
 };
 
-/// What a rank gets of the result.
+/// Which part of the result a rank gets.
 enum class ResultPart : std::uint8_t {
   all,    ///< all rows that it may ask for: every row, or with sharded queries its own
-  rows,   ///< its rows alone, of all heads
-  heads,  ///< its heads alone, of every row
+  rows,   ///< only its own rows, of all heads
+  heads,  ///< only its own heads, of every row
 };
 
-/// "all", and so on; "no part" for a number that is none.
+/// "all", and so on; "no part" for an invalid number.
 constexpr const char* name(ResultPart part) {
   constexpr const char* names[] = {"all", "rows", "heads"};
   return part <= ResultPart::heads ? names[static_cast<int>(part)] : "no part";
 }
 
-/// How a result is dealt out where every rank holds all the queries.
+/// How a result is distributed if every rank holds all the queries.
 struct Results {
   ResultPart part = ResultPart::all;  ///< what a rank gets
-  Sharding rows = {};                 ///< part rows: which, as Options::queries says it
+  Sharding rows = {};                 ///< with part rows: which rows, by the same rules as
+                                      ///< Options::queries
 
   /// Whether all members are equal.
   bool operator==(const Results&) const = default;
@@ -117,19 +120,19 @@ struct Results {
 /// Heads [begin, end).
 struct HeadRange {
   int begin = 0;  ///< the first
-  int end = 0;    ///< past the last
-  /// How many they are.
+  int end = 0;    ///< one past the last
+  /// The number of heads.
   constexpr int size() const { return end - begin; }
 };
 
-/// The heads of the result that a rank gets with ResultPart::heads: as even as they can be, and
-/// neighbours. Ranks that divide `heads` get equal parts, as tensor-parallel engines cut them.
+/// The heads of the result that a rank gets with ResultPart::heads: contiguous, and as even as
+/// possible. If the ranks divide `heads`, the parts are equal, as tensor-parallel engines cut them.
 constexpr HeadRange result_heads(int heads, int rank, int ranks) {
   return {static_cast<int>(even_cut(heads, rank, ranks)),
           static_cast<int>(even_cut(heads, std::int64_t{rank} + 1, ranks))};
 }
 
-/// What is fixed when a layer is made. All ranks must give the same values.
+/// Fixed when a layer is made. All ranks must give the same values.
 struct Options {
   int heads = 1;      ///< of queries, on every rank
   int kv_heads = 1;   ///< divides heads: query head h reads kv head h / (heads / kv_heads)
@@ -137,28 +140,30 @@ struct Options {
   std::optional<int> value_dim = {};  ///< of values and results: 8 to 512; default head_dim
   DTypes dtypes = {};                 ///< element types
   Mask mask = {};                     ///< which keys a query sees
-  ScoreOptions score = {};            ///< what is done to q.k
+  ScoreOptions score = {};            ///< how scores are made from q.k
   Limits limits = {};                 ///< the largest run
 
-  Sharding keys = {};  ///< how the keys of each sequence are dealt out to the ranks
+  Sharding keys = {};  ///< how the keys of each sequence are distributed over the ranks
   /// Not given: every rank holds all the queries and gets the whole result, bitwise equal on all
-  /// ranks. Given: every rank holds its own rows of the queries, by this rule, and gets those rows.
+  /// ranks. Given: every rank holds its own rows of the queries, by this rule, and gets the results
+  /// of those rows.
   std::optional<Sharding> queries = {};
-  /// Without `queries`: which part of the result a rank gets. out and lse have that part alone.
+  /// Without `queries`: which part of the result a rank gets. out and lse have that part only.
   Results results = {};
 
-  /// Keep the fixed order (order.hpp) also where the fastest path would not: the same bits for 1,
-  /// 2, 4 ... 64 ranks. The host and short queries keep it always.
+  /// Keep the fixed order (order.hpp) even if another path is faster: the same bits for 1, 2, 4 ...
+  /// 64 ranks. The host and short queries always keep it.
   bool invariant = false;
 
   std::string strategy = "auto";  ///< a name of strategies()
-  /// Of strategies of two levels ("heads+ring-kv"): so many neighbouring ranks, which divide all of
-  /// them, are a node. 0: those that share a machine, where every machine has as many.
+  /// For strategies of two levels ("heads+ring-kv"): the number of neighbouring ranks in a node; it
+  /// divides the number of ranks. 0: the ranks that share a machine, if every machine has equally
+  /// many.
   int ranks_per_node = 0;
-  Exchange exchange = Exchange::automatic;  ///< of states, between GPUs; the same bits every way
+  Exchange exchange = Exchange::automatic;  ///< of states, between GPUs; each gives the same bits
 
   int threads = 0;   ///< host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
-  Debug debug = {};  ///< off, as a rule
+  Debug debug = {};  ///< all off by default
 
   /// value_dim, its default resolved.
   int of_values() const { return value_dim.value_or(head_dim); }

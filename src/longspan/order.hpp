@@ -2,20 +2,20 @@
 /// The fixed order: why 1, 2, 4 ... 64 ranks give the same bits.
 ///
 /// A segment is 128 keys that start at a multiple of 128 of their own sequence's positions. The n
-/// segments of a sequence belong to 64 virtual ranks, whatever the number of real ones:
+/// segments of a sequence belong to 64 virtual ranks, however many real ranks there are:
 ///
 ///     contiguous                   v owns [n v / 64, n (v+1) / 64), rounded down
 ///     interleaved by u segments    v owns each segment i with (i / u) mod 64 = v
 ///
-/// A segment is folded in one fixed shape; the segments of a virtual rank fold as a binary tree
-/// over their local index, padded to a power of two; the 64 states fold in six rounds (contiguous:
+/// A segment is folded in one fixed shape. The segments of a virtual rank fold as a binary tree
+/// over their local index, padded to a power of two. The 64 states fold in six rounds (contiguous:
 /// distance 1, 2 ... 32; interleaved: 32, 16 ... 1). Empty operands are skipped by selection, so
-/// missing leaves keep the bits. Ranks that divide 64 own whole subtrees, so the cut between ranks
-/// is a cut between nodes of one and the same tree.
+/// missing leaves do not change the bits. If the number of ranks divides 64, ranks own whole
+/// subtrees, so a cut between ranks is a cut between nodes of the same tree.
 ///
-/// Seen from one rank: its virtual ranks, numbered in fold order, are `leaves`; leaf j of the rank
-/// folds with leaf j^1 first in both layouts (an interleaved rank's virtual ranks are numbered in
-/// bit-reversed order, which turns distances 32, 16 ... into neighbours first).
+/// Seen from one rank: its virtual ranks, numbered in fold order, are `leaves`. Leaf j of the rank
+/// folds with leaf j^1 first in both layouts. (An interleaved rank's virtual ranks are numbered in
+/// bit-reversed order, which turns distances 32, 16 ... into neighbours first.)
 #pragma once
 
 #include <cstdint>
@@ -48,20 +48,20 @@ LONGSPAN_HD constexpr int log2_ceil(int n) {
   return bits;
 }
 
-/// Segments of so many keys, the last one perhaps not full.
+/// Segments of `keys` keys; the last one may be partial.
 LONGSPAN_HD constexpr std::int64_t segments_of(std::int64_t keys) {
   return (keys + kSegment - 1) / kSegment;
 }
 
-/// First of the n segments that virtual rank v of `ranks` owns in the contiguous layout.
+/// The first of the n segments that virtual rank v of `ranks` owns in the contiguous layout.
 LONGSPAN_HD constexpr std::int64_t even_cut(std::int64_t n, std::int64_t v, std::int64_t ranks) {
   return n * v / ranks;
 }
 
 /// The part of the tree that one rank folds: which of its local segments each leaf owns. Local
-/// segment s is the local keys [128 s, 128 (s+1)), cut at the rank's number of keys.
+/// segment s is the local keys [128 s, 128 (s+1)), clipped to the rank's number of keys.
 struct SegmentOrder {
-  bool interleaved = false;    ///< which of the two layouts
+  bool interleaved = false;    ///< the layout
   int leaves = kVirtualRanks;  ///< virtual ranks on this rank; a power of two
   int first = 0;               ///< contiguous: the first of them
   std::int64_t total = 0;      ///< segments in the sequence; interleaved: on this rank
@@ -89,7 +89,7 @@ struct SegmentOrder {
   }
 };
 
-/// Place of rank `rank` in the fold of `ranks` gathered states, which always merges neighbours
+/// Index of rank `rank` in the fold of `ranks` gathered states, which always merges neighbours
 /// first, padded to a power of two with empty states.
 LONGSPAN_HD constexpr int fold_place(int rank, int ranks, bool interleaved) {
   return interleaved ? reverse_bits(rank, log2_ceil(ranks)) : rank;

@@ -1,6 +1,6 @@
 /// \file
-/// A cache of keys and values moves from one layout to another: other ranks, another rule by which
-/// they share the keys, other pages. Disaggregated serving does so between prefill and decode:
+/// Moves a cache of keys and values from one layout to another: other ranks, another rule of
+/// sharding, other pages. Disaggregated serving does so between prefill and decode:
 ///
 ///     Reshard move(world, {.kv_heads = 8, .head_dim = 128, .dtype = bf16, .lengths = {90000, 17},
 ///                          .from = {.rule = {Layout::zigzag}, .ranks = 8},
@@ -28,13 +28,13 @@ namespace longspan {
 /// The ranks that hold a cache, and how they share the keys of each sequence.
 struct CacheRanks {
   Sharding rule = {};                    ///< not `listed`
-  int first_rank = 0;                    ///< of those that hold the cache; the shard's rank 0
-  int ranks = 0;                         ///< how many do; 0: all from first_rank on
+  int first_rank = 0;                    ///< the shard's rank 0, as a rank of the communicator
+  int ranks = 0;                         ///< number of ranks; 0: all from first_rank on
   std::vector<std::int64_t> table = {};  ///< layout ranges: [batch, ranks + 1] positions, as in
                                          ///< Shard; else empty
 };
 
-/// What is fixed when a Reshard is made. All ranks must give the same values, but for `threads`.
+/// Fixed when a Reshard is made. All ranks must give the same values, except for `threads`.
 struct ReshardOptions {
   int kv_heads = 1;   ///< of the cache
   int head_dim = 64;  ///< of keys
@@ -43,8 +43,8 @@ struct ReshardOptions {
   std::optional<int> value_dim = {};
   DType dtype = DType::bf16;               ///< of the cache, any float type
   std::vector<std::int64_t> lengths = {};  ///< keys of each sequence, on all ranks
-  CacheRanks from = {};                    ///< who holds the keys
-  CacheRanks to = {};  ///< who shall hold them; any of the same ranks, or others
+  CacheRanks from = {};                    ///< the ranks that hold the keys
+  CacheRanks to = {};  ///< the ranks that get the keys; the same ranks, or others
   int threads = 0;     ///< host: 0 takes LONGSPAN_THREADS, or this rank's share of the node's cores
 
   /// value_dim, its default resolved.
@@ -60,23 +60,22 @@ struct CacheTensors {
   Tensor block_table = {};  ///< [batch or more, columns] int32
 };
 
-/// One move: the same keys of one layer of a model. Forms, pages and strides are a rank's own. The
-/// two may lie in one memory, even in each other's place: every key has been packed before the
-/// first is written.
+/// One move: the same keys of one layer of a model. Forms, pages and strides are a rank's own.
+/// `from` and `to` may overlap, even swap places: every key is packed before the first is written.
 struct ReshardArgs {
   CacheTensors from = {};  ///< read
-  CacheTensors to = {};    ///< what no key goes to is not written
+  CacheTensors to = {};    ///< written; rows that no key goes to are left alone
 };
 
-/// Bytes of keys and values that one run moves, as one rank sees it.
+/// Bytes of keys and values that one run moves, as seen by one rank.
 struct ReshardTraffic {
   std::uint64_t sent = 0;      ///< to other ranks
   std::uint64_t received = 0;  ///< from other ranks
-  std::uint64_t kept = 0;      ///< from this rank's old place to its new one
+  std::uint64_t kept = 0;      ///< moved within this rank
 };
 
-/// A move of caches of given lengths: who sends which keys to whom is worked out once, when it is
-/// made. Runs are collective: all ranks make the same ones in the same order.
+/// A move of caches of given lengths. When it is made, it works out once which rank sends which
+/// keys to which. Runs are collective: all ranks make the same ones in the same order.
 class Reshard {
  public:
   /// Collective. Checks the options and that all ranks gave the same ones, and allocates memory for
@@ -84,31 +83,31 @@ class Reshard {
   /// RankError.
   Reshard(const Communicator& world, const ReshardOptions& options);
   ~Reshard();
-  /// Takes what the other has; the other may then only be assigned to or destroyed.
+  /// Takes over the move of `other`, which may then only be assigned to or destroyed.
   Reshard(Reshard&&) noexcept;
-  /// Likewise; what it had is freed.
+  /// The same; frees what this object had.
   Reshard& operator=(Reshard&&) noexcept;
 
-  /// Queues the move on `stream` and returns: no allocation, no synchronisation, and it can be
-  /// captured in a CUDA graph. On the host the work is done when it returns. Throws InputError,
-  /// before anything is queued, for tensors that do not fit, and on the host for block tables that
-  /// name no page of the cache, or one page twice where it is written. (On a GPU keys of entries
-  /// that are no page are left out.) Throws UsageError or RankError, on every rank, where ranks
-  /// run different Reshards, at once or from the run before; nothing is written then. One
-  /// Reshard is used on one stream at a time.
+  /// Queues the move on `stream` and returns. It does not allocate or synchronise, and a CUDA graph
+  /// can capture it. On the host the work is done when it returns. Throws InputError, before
+  /// anything is queued, for tensors that do not fit. On the host it also throws it for block
+  /// tables with an entry that is not a page of the cache, or with one page twice where it is
+  /// written. (On a GPU, keys whose entry is not a page are left out.) Throws UsageError or
+  /// RankError on every rank if ranks run different Reshards, at once or from the next run; nothing
+  /// is written then. Use one Reshard on one stream at a time.
   void run(const ReshardArgs& args, Stream stream = {});
 
-  /// Blocks until the stream is done, at most for the communicator's deadline. Errors that arose
-  /// after queueing appear here.
+  /// Blocks until the stream is done, at most for the communicator's deadline. It throws errors
+  /// that arose after queueing.
   void wait(Stream stream = {});
 
-  /// As they were given.
+  /// The options as given.
   const ReshardOptions& options() const;
-  /// The ranks that it was made on.
+  /// The ranks of the Reshard.
   const Communicator& world() const;
-  /// What a run moves.
+  /// The bytes that a run moves.
   ReshardTraffic traffic() const;
-  /// Bytes allocated on this rank; docs/reference/memory.md explains it.
+  /// Bytes allocated on this rank; see docs/reference/memory.md.
   std::size_t workspace_bytes() const;
 
  private:

@@ -1,5 +1,5 @@
 /// \file
-/// What makes a score of a raw product q.k, before the softmax, in this order: scale, softcap,
+/// How a score is made from a raw product q.k, before the softmax, in this order: scale, softcap,
 /// ALiBi, qq_bias. Scores are in base 2. Host and CUDA run these same functions, so that their
 /// meaning cannot drift; a kernel may write the same arithmetic for vectors.
 #pragma once
@@ -26,13 +26,13 @@ struct Score {
 
 /// Bias between the new tokens of a sequence, one matrix for all sequences: row = the query's index
 /// in its sequence, column = key position - context_len; keys of the context have none. An entry of
-/// -inf hides the key: that is how a tree of draft tokens is verified in one step.
+/// -inf hides the key, so that a tree of draft tokens can be verified in one step.
 struct QqBias {
   Floats values;                ///< [width, width]; null: off
   std::int64_t width = 0;       ///< at least the longest query
   std::int64_t row_stride = 0;  ///< in elements
 
-  /// Whether there is one.
+  /// Whether it is on.
   LONGSPAN_HD explicit operator bool() const { return static_cast<bool>(values); }
 };
 
@@ -41,27 +41,27 @@ struct Slopes {
   Floats values;                     ///< [heads] or [batch, heads]; null: no ALiBi
   std::int64_t sequence_stride = 0;  ///< from one sequence to the next; 0: all have the same
 
-  /// None.
+  /// No ALiBi.
   Slopes() = default;
-  /// Of heads, or with a stride of sequences and heads.
+  /// Slopes of heads, or with a stride of sequences and heads.
   LONGSPAN_HD Slopes(const Floats& floats, std::int64_t stride = 0)  // NOLINT: floats are slopes
       : values(floats), sequence_stride(stride) {}
 
-  /// Whether there are any.
+  /// Whether it is on.
   LONGSPAN_HD explicit operator bool() const { return static_cast<bool>(values); }
-  /// That of a head of a sequence.
+  /// The slope of a head of a sequence.
   LONGSPAN_HD float of(int sequence, int head) const {
     return values[sequence * sequence_stride + head];
   }
 };
 
-/// The same from a head on; none where none are given.
+/// The slopes from a head on; none if `slopes` has none.
 LONGSPAN_HD inline Slopes slopes_from(const Slopes& slopes, int head) {
   return {floats_from(slopes.values, head), slopes.sequence_stride};
 }
 
-/// What a slope multiplies, for a query at position i and a key at position j. Positions may be
-/// counted from anywhere.
+/// The distance that a slope multiplies, for a query at position i and a key at position j. Both
+/// positions may be counted from any origin.
 template <class Int>
 LONGSPAN_HD float alibi_distance(Alibi alibi, Int i, Int j, Int context_len) {
   if (alibi == Alibi::context) return static_cast<float>(j - context_len);
@@ -69,17 +69,17 @@ LONGSPAN_HD float alibi_distance(Alibi alibi, Int i, Int j, Int context_len) {
   return j < i ? -::sqrtf(static_cast<float>(i - j)) : 0.0f;
 }
 
-/// The part that depends on where query and key stand: i and j are positions in the sequence,
-/// context_len = kv_len - q_len, the position of the sequence's first query.
+/// The part that depends on the positions of query and key: i and j are positions in the sequence,
+/// and context_len = kv_len - q_len is the position of the sequence's first query.
 struct Bias {
   Slopes slopes;                 ///< of ALiBi
-  Alibi alibi = Alibi::context;  ///< what the slopes multiply
+  Alibi alibi = Alibi::context;  ///< the distance that the slopes multiply
   QqBias qq;                     ///< between new tokens
 
   /// Whether there is anything to add.
   LONGSPAN_HD explicit operator bool() const { return slopes || qq; }
 
-  /// What is added to the score, base 2.
+  /// The term added to the score, base 2.
   LONGSPAN_HD float operator()(int sequence, int head, std::int64_t i, std::int64_t j,
                                std::int64_t context_len) const {
     float sum = 0.0f;

@@ -1,7 +1,7 @@
 /// \file
-/// The kernels of one device by the names that serving engines know, for one rank's part of a
+/// The kernels of one device under the names that serving engines use, for one rank's part of a
 /// computation: merge of partial results, segmented decode and chunked prefill over a paged cache,
-/// and the cache's writer. A layer (attention.hpp) does the same across ranks.
+/// and writes into the cache. A layer (attention.hpp) does the same across ranks.
 ///
 ///     ServingOps ops(Device::cuda);
 ///     ops.merge_attn_states({.out = out, .prefix_out = a, .prefix_lse = Lse::heads_tokens(la),
@@ -9,8 +9,8 @@
 ///                           LogBase::e, stream);
 ///
 /// Every call checks its arguments (InputError, Unsupported; nothing is written then), queues on
-/// the stream and returns; on the host the work is done when it returns. Nothing is allocated: a
-/// call that needs memory takes a Workspace, and says how much.
+/// the stream and returns. On the host the work is done when it returns. Nothing is allocated: a
+/// call that needs memory takes a Workspace, and workspace_bytes gives its size.
 #pragma once
 
 #include <cstddef>
@@ -25,35 +25,36 @@
 
 namespace longspan {
 
-/// Memory of the caller on the device of the kernels, 256-byte aligned.
+/// The caller's memory on the device of the kernels, 256-byte aligned.
 struct Workspace {
-  void* data = nullptr;   ///< may be null where a call needs none
+  void* data = nullptr;   ///< may be null if a call needs none
   std::size_t bytes = 0;  ///< at least ServingOps::workspace_bytes of the call
 };
 
 /// out = the merge of the partial results over a prefix and a suffix of the keys. Each of the three
-/// is of any type; an fp8 part stands for x * its scale, which it must have. Terms are fp32 and are
-/// scaled before they are added, so that finite parts have a finite merge, with one rounding at the
-/// end: fp16 and bf16 overflow to infinity there, fp8 saturates. InputError for shapes, devices and
-/// strides that do not fit, a missing scale, and results that overlap themselves, each other, or an
-/// input that they are not.
+/// may have any float type; an fp8 part stands for x * its scale, which is required. Terms are fp32
+/// and are scaled before they are added, so finite parts have a finite merge. The one rounding is
+/// at the end: fp16 and bf16 overflow to infinity there, fp8 saturates. InputError for shapes,
+/// devices and strides that do not fit, a missing scale, and results that overlap themselves, each
+/// other, or an input other than the one that they replace.
 struct MergeAttnStates {
   Tensor out;         ///< [tokens, heads, dim]; may be prefix_out or suffix_out itself
   Lse out_lse = {};   ///< optional; may be prefix_lse or suffix_lse itself
   Tensor prefix_out;  ///< [tokens, heads, dim]
-  Lse prefix_lse;     ///< of tokens and heads
+  Lse prefix_lse;     ///< of the same tokens and heads
   Tensor suffix_out;  ///< [tokens, heads, dim]
-  Lse suffix_lse;     ///< likewise
+  Lse suffix_lse;     ///< like prefix_lse
   std::optional<std::int64_t> prefill_tokens_with_context = {};  ///< tokens from here on copy the
-                                                                 ///< suffix and its lse, also an
-                                                                 ///< infinite one or NaN
+                                                                 ///< suffix and its lse, even if
+                                                                 ///< that is infinite or NaN
   Tensor out_scale = {};      ///< [1] fp32, out = result / scale; fp8 needs it
   bool nan_is_empty = false;  ///< a NaN lse counts as empty; else it stays NaN
   Tensor prefix_scale = {};   ///< [1] fp32, a stored x stands for x * scale; fp8 needs it
-  Tensor suffix_scale = {};   ///< likewise
+  Tensor suffix_scale = {};   ///< like prefix_scale
 };
 
-/// out = the merge of any number of partial results, neighbours first. Types and errors as above.
+/// out = the merge of any number of partial results, neighbours first. Types and errors are as in
+/// MergeAttnStates.
 struct MergeStates {
   Tensor out;                 ///< [tokens, heads, dim]
   Lse out_lse = {};           ///< optional
@@ -64,134 +65,135 @@ struct MergeStates {
   Tensor part_scales = {};    ///< [parts] fp32, one for each part; fp8 needs it
 };
 
-/// What decode and prefill over a paged cache have in common, for one rank that holds all keys.
-/// Meanings, shapes and types as in AttentionArgs and Options.
+/// The arguments that decode and prefill over a paged cache share, for one rank that holds all
+/// keys. Meanings, shapes and types are as in AttentionArgs and Options.
 struct PagedAttention {
   Tensor q;                        ///< [tokens, heads, head_dim]
   Tensor k_cache;                  ///< pages (attention.hpp)
-  Tensor v_cache;                  ///< likewise
+  Tensor v_cache;                  ///< pages
   Tensor block_table;              ///< [batch or more, columns] int32
   Tensor query_start = {};         ///< [batch + 1] int32; optional for one sequence
   Tensor kv_len;                   ///< [batch] int32, the new tokens included
-  std::int64_t max_kv_len = 0;     ///< no sequence is longer; 0: what the table can hold
+  std::int64_t max_kv_len = 0;     ///< no sequence is longer; 0: as many keys as the table can hold
   std::int64_t max_query_len = 0;  ///< no sequence has more queries; 0: unknown
 
   Tensor out;             ///< [tokens, heads, value_dim]
   Lse lse = {};           ///< natural log; optional
   Tensor out_scale = {};  ///< [1] fp32: out = result / scale; fp8 needs it
-  DTypes dtypes = {};     ///< `compute` is that of q, unless q is fp8, and then fp32, fp16 or bf16;
-                       ///< the types of tensors need not be given, and must be theirs if they are
+  DTypes dtypes = {};     ///< `compute` is the type of q; for a q of fp8 it is fp32, fp16 or bf16.
+                       ///< The types of tensors are optional; if given, they must match the tensors
 
   Mask mask = {.causal = true};  ///< which keys a query sees
-  ScoreOptions score = {};       ///< what is done to q.k
+  ScoreOptions score = {};       ///< how scores are made from q.k
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
   Tensor sinks = {};             ///< [heads], of any float type; optional
   Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
   Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
-  Tensor k_scale = {};           ///< likewise
-  Tensor v_scale = {};           ///< likewise
-  Workspace workspace = {};      ///< of the call that this is a part of
+  Tensor k_scale = {};           ///< like q_scale
+  Tensor v_scale = {};           ///< like q_scale
+  Workspace workspace = {};      ///< of the call that this belongs to
 };
 
-/// Per-segment states, fp32, natural units, o unnormalised.
+/// States of each segment, fp32, natural units, o unnormalised.
 struct Segments {
   Tensor output;          ///< [tokens, heads, segments, padded value_dim]
-  Tensor max;             ///< [tokens, heads, segments], of the scores
-  Tensor expsum;          ///< [tokens, heads, segments], of exp(score - max)
-  std::int64_t keys = 0;  ///< in a segment; segments * keys hold every sequence. 0: as serving
-                          ///< engines cut, ceil(kv_len / (segments * tile)) tiles in each segment
+  Tensor max;             ///< [tokens, heads, segments], maxima of the scores
+  Tensor expsum;          ///< [tokens, heads, segments], sums of exp(score - max)
+  std::int64_t keys = 0;  ///< keys of a segment; segments * keys cover every sequence. 0: as
+                          ///< serving engines cut, ceil(kv_len / (segments * tile)) tiles in each
+                          ///< segment
   int tile = 16;          ///< keys in a tile, where `keys` is 0
 };
 
-/// Decode and short queries over a paged cache. Without `segments` the keys are cut as fills the
-/// GPU, in the fixed order. With them, their states are handed out (out may then be left out):
-/// segment 0 holds the sink, and segments past the end of a sequence are not written.
+/// Decode and short queries over a paged cache. Without `segments` the keys are split to fill the
+/// GPU, in the fixed order. With them, the states of the segments are the result (out is then
+/// optional): segment 0 holds the sink, and segments past the end of a sequence are not written.
 struct SegmentedAttention {
-  PagedAttention attention;  ///< which keys, which queries
-  Segments segments = {};    ///< where their states go; optional
-  bool skip_decode = false;  ///< sequences of one query are left out; not with segments
+  PagedAttention attention;  ///< keys and queries
+  Segments segments = {};    ///< where the states go; optional
+  bool skip_decode = false;  ///< leaves out sequences of one query; not with segments
 };
 
-/// The states of segmented_attention -> out. Segments past a sequence's end are never read.
+/// Reduces the states of segmented_attention to out. Segments past a sequence's end are never read.
 struct ReduceSegments {
-  Segments segments;        ///< as they were handed out
+  Segments segments;        ///< as segmented_attention wrote them
   Tensor out;               ///< [tokens, heads, value_dim], of any float type
   Lse lse = {};             ///< natural log; optional
   Tensor out_scale = {};    ///< [1] fp32: out = result / scale; fp8 needs it
   Tensor query_start = {};  ///< [batch + 1] int32; optional for one sequence
-  Tensor kv_len;            ///< [batch] int32, as segmented_attention had it
+  Tensor kv_len;            ///< [batch] int32, as in segmented_attention
 };
 
-/// Chunked prefill: the first kv_len - q_len keys of a sequence lie in the cache, the last q_len
-/// are new and lie as q does. k_scale and v_scale are of the cache.
+/// Chunked prefill: the first kv_len - q_len keys of a sequence lie in the cache. The last q_len
+/// are new and laid out like q. k_scale and v_scale are for the cache.
 struct ContextAttention {
   PagedAttention attention;   ///< queries, and the keys before them
   Tensor k;                   ///< [tokens, kv_heads, head_dim], of the type of the products
-  Tensor v;                   ///< [tokens, kv_heads, value_dim], likewise
-  bool skip_decode = false;   ///< sequences of one query are left out, their rows untouched
+  Tensor v;                   ///< [tokens, kv_heads, value_dim], of the same type
+  bool skip_decode = false;   ///< leaves out sequences of one query; their rows stay untouched
   Tensor out_scale_inv = {};  ///< [1] fp32: out = result * scale_inv, in place of out_scale
 };
 
-/// New keys and values into a paged cache, each where its slot says.
+/// Writes new keys and values into a paged cache, each at its slot.
 struct AppendKv {
   Tensor k;             ///< [tokens, kv_heads, head_dim]
   Tensor v;             ///< [tokens, kv_heads, value_dim]; left out where v_cache
                         ///< is the first columns of k_cache
   Tensor k_cache;       ///< pages (attention.hpp)
-  Tensor v_cache;       ///< likewise
+  Tensor v_cache;       ///< pages
   Tensor slots;         ///< [tokens] int64: page * page size + row; < 0: not written
   Tensor k_scale = {};  ///< [1] or [kv_heads] fp32; fp8 caches store x / scale
-  Tensor v_scale = {};  ///< likewise
+  Tensor v_scale = {};  ///< like k_scale
 };
 
-/// Partial states of the rows [tokens, heads] of an attention, in memory of the caller on the
-/// device of the kernels, 256-byte aligned. What lies there is opaque; it means something to calls
-/// with the same tokens, heads and value_dim on the same kind of device.
+/// Partial states of the rows [tokens, heads] of an attention, in the caller's memory on the device
+/// of the kernels, 256-byte aligned. The contents are opaque. They are valid for calls with the
+/// same tokens, heads and value_dim on the same kind of device.
 struct AttentionState {
   void* data = nullptr;   ///< read and written
   std::size_t bytes = 0;  ///< at least ServingOps::state_bytes(tokens, heads, value_dim)
 };
 
-/// Some keys of each sequence -> the state of each row over them. With `resume` the rows go on from
-/// the state that stands there: then it is the one over those keys and these, which must differ,
-/// and steps of a ring or chunks of the keys need no merge between them. Every call of a chain
-/// gives the same rows; the first is without `resume`. Meanings, shapes and types as in
-/// AttentionArgs and Options.
+/// Computes the state of each row over some keys of each sequence. With `resume` the rows continue
+/// from the state in memory: the result covers those keys and these, which must be disjoint. Steps
+/// of a ring or chunks of the keys then need no merge between them. Every call of a chain gives the
+/// same rows; the first is without `resume`. Meanings, shapes and types are as in AttentionArgs and
+/// Options.
 ///
 /// Keys of a chunk [begin, end) of one sequence are those of rank 1 of 3 with layout ranges and
-/// key_table {0, begin, end, length}; masks go by where they stand in the sequence.
+/// key_table {0, begin, end, length}. Masks use their positions in the sequence.
 struct AttendState {
   AttentionState state;         ///< rows past the last sequence are not touched
-  bool resume = false;          ///< go on from what stands in `state`
+  bool resume = false;          ///< continue from the contents of `state`
   Tensor q;                     ///< [tokens, heads, head_dim] or [batch, heads, tokens, head_dim]
-  Tensor k;                     ///< contiguous, or with a block_table pages (attention.hpp)
-  Tensor v;                     ///< likewise
+  Tensor k;                     ///< contiguous, or pages with a block_table (attention.hpp)
+  Tensor v;                     ///< like k
   Tensor block_table = {};      ///< [batch or more, columns] int32
   Tensor query_start = {};      ///< [batch + 1] int32; optional for one sequence
   Tensor kv_len = {};           ///< [batch] int32 keys of the whole sequences
   std::int64_t total_keys = 0;  ///< of the one sequence, where kv_len is not given
-  std::int64_t max_kv_len = 0;  ///< no sequence is longer; 0: unknown, which costs workspace
+  std::int64_t max_kv_len = 0;  ///< no sequence is longer; 0: unknown, which needs more workspace
   std::int64_t max_query_len = 0;  ///< no sequence has more queries; 0: unknown
 
   Sharding keys = {};     ///< k and v hold the share of `rank` of `ranks`, by this rule
   int rank = 0;           ///< 0 to ranks - 1
   int ranks = 1;          ///< 1: the whole sequences
-  Tensor key_table = {};  ///< int64, of layouts ranges and listed
+  Tensor key_table = {};  ///< int64, for layouts ranges and listed
 
-  DTypes dtypes = {};            ///< as in PagedAttention; a state is fp32, so there is none of out
+  DTypes dtypes = {};            ///< as in PagedAttention, but without out: a state is fp32
   Mask mask = {.causal = true};  ///< which keys a query sees
-  ScoreOptions score = {};       ///< what is done to q.k
+  ScoreOptions score = {};       ///< how scores are made from q.k
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
   Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
   Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
-  Tensor k_scale = {};           ///< likewise
-  Tensor v_scale = {};           ///< likewise
+  Tensor k_scale = {};           ///< like q_scale
+  Tensor v_scale = {};           ///< like q_scale
   Workspace workspace = {};      ///< at least workspace_bytes of this call
 };
 
-/// The state of each row -> its result. The sink is merged here, once.
+/// Turns the state of each row into its result. The sink is merged here, once.
 struct FinishState {
   AttentionState state;     ///< read
   Tensor out;               ///< [tokens, heads, value_dim] or [batch, heads, tokens, value_dim], of
@@ -199,78 +201,80 @@ struct FinishState {
   Lse lse = {};             ///< natural log; optional
   Tensor sinks = {};        ///< [heads], of any float type
   Tensor out_scale = {};    ///< [1] fp32: out = result / scale; fp8 needs it
-  Tensor query_start = {};  ///< [batch + 1] int32: rows past the last sequence are not touched;
-                            ///< without it every row is finished
+  Tensor query_start = {};  ///< [batch + 1] int32: rows past the last sequence stay untouched.
+                            ///< Without it every row is finished
 };
 
-/// The state of each row as one segment, fp32 and in natural units, for kernels of others. An empty
-/// state has a max of -inf, a sum of 0 and zeros. No sink is in it.
+/// The state of each row as one segment, fp32 and in natural units, for other libraries' kernels.
+/// An empty state has a max of -inf, a sum of 0 and an output of zeros. The sink is not included.
 struct ExportState {
   AttentionState state;     ///< read
   Tensor output;            ///< [tokens, heads, 1, padded value_dim], unnormalised
-  Tensor max;               ///< [tokens, heads, 1], of the scores
-  Tensor expsum;            ///< [tokens, heads, 1], of exp(score - max)
-  int value_dim = 0;        ///< of the state; 0: that of output
+  Tensor max;               ///< [tokens, heads, 1], maxima of the scores
+  Tensor expsum;            ///< [tokens, heads, 1], sums of exp(score - max)
+  int value_dim = 0;        ///< of the state; 0: as in output
   Tensor query_start = {};  ///< as in FinishState
 };
 
 /// The calls on one device.
 class ServingOps {
  public:
-  /// `threads`: on the host, at most; 0 takes LONGSPAN_THREADS, or else all cores. `gpu`: on CUDA,
-  /// which, as cudaSetDevice counts them; below 0 the current one. Calls make it current while they
-  /// run. UsageError for a negative number of threads, and for a GPU that there is not.
+  /// `threads`: on the host, the most that calls use; 0 takes LONGSPAN_THREADS, or else all cores.
+  /// `gpu`: on CUDA, numbered as by cudaSetDevice; below 0 the current one. Calls make it current
+  /// while they run. UsageError for a negative number of threads, and for a GPU that does not
+  /// exist.
   explicit ServingOps(Device device, int threads = 0, int gpu = -1);
   ~ServingOps();
-  /// Takes what the other has; the other may then only be assigned to or destroyed.
+  /// Takes over the state of `other`, which may then only be assigned to or destroyed.
   ServingOps(ServingOps&&) noexcept;
-  /// Likewise; what it had is freed.
+  /// The same; frees what this object had.
   ServingOps& operator=(ServingOps&&) noexcept;
 
-  /// The merge of a prefix and a suffix. `base`: of every lse given and written; there is no
-  /// default on purpose.
+  /// Merges a prefix and a suffix. `base` is that of every lse given and written; it has no default
+  /// on purpose.
   void merge_attn_states(const MergeAttnStates& args, LogBase base, Stream stream = {}) const;
-  /// The merge of any number of parts. `base` as above.
+  /// Merges any number of parts. `base` as above.
   void merge_states(const MergeStates& args, LogBase base, Stream stream = {}) const;
 
   /// Decode and short queries over a paged cache.
   void segmented_attention(const SegmentedAttention& args, Stream stream = {}) const;
-  /// The states that segmented_attention handed out -> the result.
+  /// Reduces the states that segmented_attention wrote to the result.
   void reduce_segments(const ReduceSegments& args, Stream stream = {}) const;
   /// Chunked prefill over a paged cache and the new keys.
   void context_attention(const ContextAttention& args, Stream stream = {}) const;
-  /// New keys and values into a paged cache.
+  /// Writes new keys and values into a paged cache.
   void append_kv(const AppendKv& args, Stream stream = {}) const;
 
-  /// Some keys of each sequence -> the state of each row, alone or onto the one that stands there.
+  /// Computes the state of each row over some keys of each sequence, alone or on top of the state
+  /// in memory.
   void attend_state(const AttendState& args, Stream stream = {}) const;
-  /// The state of each row -> its result.
+  /// Turns the state of each row into its result.
   void finish_state(const FinishState& args, Stream stream = {}) const;
-  /// The state of each row in the form of segments.
+  /// Writes the state of each row in the form of segments.
   void export_state(const ExportState& args, Stream stream = {}) const;
-  /// Bytes of the states of so many rows. InputError and Unsupported for sizes that there are not.
+  /// Bytes of the states of that many rows. InputError or Unsupported for invalid sizes.
   static std::size_t state_bytes(std::int64_t tokens, std::int64_t heads, std::int64_t value_dim);
 
-  /// Bytes of `workspace` that a call with these arguments takes. Lengths and pointers are not
-  /// read: what holds for a shape holds for every call of it.
+  /// Bytes of `workspace` that a call with these arguments needs. Lengths and pointers are not
+  /// read: the size holds for every call of the same shapes.
   std::size_t workspace_bytes(const SegmentedAttention& args) const;
-  /// The same of chunked prefill.
+  /// The same for chunked prefill.
   std::size_t workspace_bytes(const ContextAttention& args) const;
-  /// The same of attend_state, with and without `resume`.
+  /// The same for attend_state, with and without `resume`.
   std::size_t workspace_bytes(const AttendState& args) const;
 
-  /// Checks lengths and block table where they lie, and waits: InputError names the first fault. On
-  /// the host every call does this by itself.
+  /// Checks lengths and block table on their device, and waits. InputError names the first fault.
+  /// On the host every call does this itself.
   void check(const PagedAttention& args, Stream stream = {}) const;
-  /// Likewise, and that segments of a given size hold every sequence.
+  /// The same, and that segments of a given size cover every sequence.
   void check(const SegmentedAttention& args, Stream stream = {}) const;
-  /// Likewise of lengths alone, and that the segments hold every sequence.
+  /// The same for lengths only, and that the segments cover every sequence.
   void check(const ReduceSegments& args, Stream stream = {}) const;
-  /// Likewise; it uses the workspace of the call.
+  /// The same; it uses the workspace of the call.
   void check(const ContextAttention& args, Stream stream = {}) const;
-  /// Likewise of slots.
+  /// The same for slots.
   void check(const AppendKv& args, Stream stream = {}) const;
-  /// Likewise; on the host the table of keys too.
+  /// The same; on the host also the table of keys.
   void check(const AttendState& args, Stream stream = {}) const;
 
  private:

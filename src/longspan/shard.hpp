@@ -1,11 +1,11 @@
 /// \file
-/// Which keys of a sequence a rank holds, and at which positions of the sequence they stand. A
-/// shard is a property of the data, not of a strategy. It is a rule (kind, rank, ranks), so that it
-/// holds for each sequence of a batch and for lengths that change from run to run; `ranges` and
-/// `listed` carry a table instead: `ranges` one row for each sequence, `listed` one sequence.
+/// Which keys of a sequence a rank holds, and their positions in the sequence. A shard is a
+/// property of the data, not of a strategy. It is a rule (kind, rank, ranks), so it holds for each
+/// sequence of a batch and for lengths that change from run to run. `ranges` and `listed` use a
+/// table instead: `ranges` one row for each sequence, `listed` one sequence.
 ///
-/// `Sharding` is the rule alone, which all ranks give alike when a layer is made; `Shard` is what
-/// it comes to on one rank.
+/// `Sharding` is the rule alone, which is the same on all ranks when a layer is made; `Shard` is
+/// the rule applied to one rank.
 #pragma once
 
 #include <cstdint>
@@ -23,59 +23,59 @@ enum class Layout : std::uint8_t {
   ranges,       ///< rank r holds positions [table[r], table[r+1])
   zigzag,       ///< 2 P chunks; rank r holds chunks r and 2 P - 1 - r (even work under causal)
   striped,      ///< rank r holds positions r, r + P, r + 2 P ...
-  interleaved,  ///< blocks of `block` keys are dealt out in turn; even for a cache that grows
-  listed,       ///< the rank's local key i stands at position table[i]
+  interleaved,  ///< blocks of `block` keys go to the ranks in turn; even for a cache that grows
+  listed,       ///< the rank's local key i has position table[i]
 };
 
-/// "zigzag", and so on; "no layout" for a number that is none.
+/// "zigzag", and so on; "no layout" for an invalid number.
 constexpr const char* name(Layout layout) {
   constexpr const char* names[] = {"contiguous", "ranges",      "zigzag",
                                    "striped",    "interleaved", "listed"};
   return layout <= Layout::listed ? names[static_cast<int>(layout)] : "no layout";
 }
 
-/// What one rank holds of a sequence. `checked` and what is built on it refuse what makes no sense;
-/// the other functions check nothing, since kernels call them.
+/// The part of a sequence that one rank holds. `checked`, and the functions that use it, refuse
+/// invalid shards. The other functions check nothing, since kernels call them.
 struct Shard {
   Layout layout = Layout::contiguous;  ///< the rule
   int rank = 0;                        ///< this rank, 0 to ranks - 1
-  int ranks = 1;                       ///< that share the sequence, 1 to 2^20
-  std::int64_t length = 0;        ///< keys of the whole sequence; for a batch AttentionArgs::kv_len
+  int ranks = 1;                       ///< ranks that share the sequence, 1 to 2^20
+  std::int64_t length = 0;        ///< keys of the whole sequence; AttentionArgs::kv_len for a batch
   std::int64_t block = kSegment;  ///< interleaved: keys in a block
   const std::int64_t* table = nullptr;  ///< ranges: [batch, ranks + 1]; listed: [listed]; on the
                                         ///< device that computes
   std::int64_t listed = 0;              ///< listed: keys on this rank
 
-  /// By the rule of that name; like all of these it throws InputError for a rank that is none of
-  /// `ranks`, a negative length or count, and a block without keys.
+  /// A shard of that layout. Like all of these, it throws InputError for a rank outside of 0 to
+  /// ranks - 1, a negative length or count, and a block without keys.
   static Shard contiguous(std::int64_t length, int rank, int ranks) {
     return checked({Layout::contiguous, rank, ranks, length});
   }
-  /// By the rule of that name.
+  /// A shard of that layout.
   static Shard zigzag(std::int64_t length, int rank, int ranks) {
     return checked({Layout::zigzag, rank, ranks, length});
   }
-  /// By the rule of that name.
+  /// A shard of that layout.
   static Shard striped(std::int64_t length, int rank, int ranks) {
     return checked({Layout::striped, rank, ranks, length});
   }
-  /// By the rule of that name; `block` in keys.
+  /// A shard of that layout; `block` in keys.
   static Shard interleaved(std::int64_t length, int rank, int ranks,
                            std::int64_t block = kSegment) {
     return checked({Layout::interleaved, rank, ranks, length, block});
   }
   /// Positions [table[r], table[r+1]) on rank r; table [ranks + 1] ascends from 0 to length. In a
-  /// batch each sequence has its row: table [batch, ranks + 1].
+  /// batch each sequence has its own row: table [batch, ranks + 1].
   static Shard ranges(std::int64_t length, int rank, int ranks, const std::int64_t* table) {
     return checked({Layout::ranges, rank, ranks, length, kSegment, table});
   }
-  /// Any positions in any order: local key i stands at positions[i] (device memory on CUDA).
+  /// Any positions in any order: local key i has position positions[i] (device memory on CUDA).
   static Shard at_positions(std::int64_t length, int rank, int ranks, const std::int64_t* positions,
                             std::int64_t count) {
     return checked({Layout::listed, rank, ranks, length, kSegment, positions, count});
   }
 
-  /// What must hold of a shard before it is asked for anything. InputError names what does not.
+  /// Checks a shard before use and returns it. InputError names what is wrong.
   static Shard checked(const Shard& shard) {
     const auto refuse = [](bool holds, const char* what, std::int64_t found, const char* wanted) {
       if (!holds)
@@ -87,14 +87,14 @@ struct Shard {
     refuse(shard.ranks >= 1 && shard.ranks <= 1 << 20, "ranks", shard.ranks, "they are 1 to 2^20");
     refuse(shard.rank >= 0 && shard.rank < shard.ranks, "rank", shard.rank,
            "it is at least 0 and below the number of ranks");
-    constexpr std::int64_t kMost = std::int64_t{1} << 41;  // so that no product leaves 63 bits
+    constexpr std::int64_t kMost = std::int64_t{1} << 41;  // so that no product exceeds 63 bits
     refuse(shard.length >= 0 && shard.length <= kMost, "length", shard.length, "it is 0 to 2^41");
     refuse(shard.block >= 1 && shard.block <= kMost, "block", shard.block, "it is 1 to 2^41");
     refuse(shard.listed >= 0, "a count of listed keys of", shard.listed, "it is at least 0");
     return shard;
   }
 
-  /// The same rule seen from another rank. Not for `listed`, whose table is one rank's own.
+  /// The same rule for another rank. Not for `listed`, whose table is one rank's own.
   LONGSPAN_HD Shard with_rank(int other) const {
     Shard shard = *this;
     shard.rank = other;
@@ -108,7 +108,7 @@ struct Shard {
     return shard;
   }
 
-  /// Keys of a sequence of `kv_len` keys that this rank holds.
+  /// The number of keys that this rank holds of a sequence of `kv_len` keys.
   LONGSPAN_HD std::int64_t local_len(std::int64_t kv_len) const {
     return holds_all() ? kv_len : share(*this, kv_len);
   }
@@ -134,7 +134,7 @@ struct Shard {
     }
   }
 
-  /// Local keys that stand below `position`: where positions ascend, the keys of an interval of
+  /// The number of local keys below `position`. If positions ascend, the keys of an interval of
   /// positions are the local keys [before(begin), before(end)). Not for `listed`.
   LONGSPAN_HD std::int64_t before(std::int64_t position, std::int64_t kv_len) const {
     if (position <= 0) return 0;
@@ -149,7 +149,7 @@ struct Shard {
            before(position + 1, kv_len) > before(position, kv_len);
   }
 
-  /// Whether the local keys of a segment, [128 s, 128 s + 128), stand at consecutive positions.
+  /// Whether the local keys of a segment, [128 s, 128 s + 128), have consecutive positions.
   LONGSPAN_HD bool consecutive_in_segment() const {
     return ranks == 1 ? layout != Layout::listed
                       : layout == Layout::contiguous || layout == Layout::ranges ||
@@ -189,12 +189,12 @@ struct Shard {
   }
 
  private:
-  /// One rank, by a rule: no division is needed to say what it holds, which on a GPU is what a
-  /// piece of work begins with.
+  /// One rank that holds everything by a rule. It needs no division to find its keys, which on a
+  /// GPU is the start of each work tile.
   LONGSPAN_HD bool holds_all() const {
     return ranks == 1 && layout != Layout::ranges && layout != Layout::listed;
   }
-  /// local_len and before where several ranks share the keys, or a table says who holds what.
+  /// local_len and before if several ranks share the keys, or a table distributes them.
   LONGSPAN_HD_APART static std::int64_t share(Shard s, std::int64_t kv_len) {
     switch (s.layout) {
       case Layout::contiguous:
@@ -240,13 +240,13 @@ struct Shard {
     return key < kv_len ? key : kv_len;
   }
   LONGSPAN_HD std::int64_t chunk(std::int64_t c, std::int64_t kv_len) const {
-    // Kernels run this, and there are at most 2^20 ranks: 32 bits are enough.
+    // Kernels run this. There are at most 2^20 ranks, so 32 bits are enough.
     // NOLINTNEXTLINE(bugprone-implicit-widening-of-multiplication-result)
     return even_cut(kv_len, c, 2 * ranks);
   }
 };
 
-/// How a sequence is dealt out to the ranks: a rule without a rank.
+/// How a sequence is distributed over the ranks: a rule without a rank.
 struct Sharding {
   Layout layout = Layout::contiguous;  ///< the rule
   std::int64_t block = kSegment;       ///< interleaved: keys in a block
@@ -254,8 +254,9 @@ struct Sharding {
   /// Whether all members are equal.
   bool operator==(const Sharding&) const = default;
 
-  /// What rank `rank` of `ranks` holds of a sequence of `length` positions. `ranges` and `listed`
-  /// need a table, as in Shard; `listed` counts its entries. InputError as Shard::checked.
+  /// The part that rank `rank` of `ranks` holds of a sequence of `length` positions. `ranges` and
+  /// `listed` need a table, as in Shard; `listed` is the number of its entries. InputError as
+  /// Shard::checked.
   Shard resolve(std::int64_t length, int rank, int ranks, const std::int64_t* table = nullptr,
                 std::int64_t listed = 0) const {
     return Shard::checked({layout, rank, ranks, length, block, table, listed});

@@ -1,5 +1,5 @@
 /// \file
-/// One search over ascending starts: of documents in a sequence, sequences in a batch, tiles.
+/// A search over ascending starts: of documents in a sequence, sequences in a batch, tiles.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace longspan {
 
-/// The last i in [0, count) for which starts(i) <= x, or 0 where there is none; `starts` ascends.
+/// The last i in [0, count) with starts(i) <= x, or 0 if there is none; `starts` ascends.
 template <class Index, class Starts>
 LONGSPAN_HD inline Index last_start(Index count, std::int64_t x, const Starts& starts) {
   Index low = 0, high = count;

@@ -1,5 +1,5 @@
 /// \file
-/// A strided view of memory that somebody else owns: the shape of a DLTensor, without the protocol.
+/// A strided view of memory that the caller owns: the shape of a DLTensor, without the protocol.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace longspan {
 
-/// The C++ types that name a DType by themselves. A flag of one byte is uint8.
+/// The C++ types that determine a DType. A flag of one byte is uint8.
 template <class T>
 concept Element = std::same_as<T, float> || std::same_as<T, std::int32_t> ||
     std::same_as<T, std::int64_t> || std::same_as<T, std::uint8_t> || std::same_as<T, bool>;
@@ -30,23 +30,24 @@ constexpr DType dtype_of() {
   return DType::uint8;
 }
 
-/// A view of memory that the caller owns and keeps alive; it is passed by value. What a call needs
-/// of it, shape, type and strides, the call checks, with an InputError.
+/// A view of memory that the caller owns and keeps alive; it is passed by value. Each call checks
+/// the shape, type and strides that it needs, with an InputError.
 struct Tensor {
   static constexpr int kMaxDims = 6;  ///< most dimensions of a tensor
 
   void* data = nullptr;                         ///< the first element; null: not given
   DType dtype = DType::fp32;                    ///< of the elements
   Device device = Device::host;                 ///< where `data` lies
-  int dims = 0;                                 ///< how many of `shape` and `stride` count
+  int dims = 0;                                 ///< number of entries of `shape` and `stride` in
+                                                ///< use
   std::array<std::int64_t, kMaxDims> shape{};   ///< extents, in elements
   std::array<std::int64_t, kMaxDims> stride{};  ///< from one index to the next, in elements
 
-  /// No tensor: an argument that is not given.
+  /// An argument that is not given.
   Tensor() = default;
 
-  /// A dense row-major view. InputError for more than kMaxDims extents, a negative one, or more
-  /// elements than 63 bits count.
+  /// A dense row-major view. InputError for more than kMaxDims extents, a negative extent, or more
+  /// elements than fit in 63 bits.
   Tensor(void* memory, DType type, std::initializer_list<std::int64_t> extents,
          Device where = Device::host)
       : data(memory), dtype(type), device(where), dims(static_cast<int>(extents.size())) {
@@ -60,8 +61,8 @@ struct Tensor {
     }
   }
 
-  /// A view with strides, in elements, as many as extents. InputError also for a number of strides
-  /// that is not that, and for a negative one.
+  /// A view with strides, in elements, one for each extent. InputError also for another number of
+  /// strides, and for a negative stride.
   Tensor(void* memory, DType type, std::initializer_list<std::int64_t> extents,
          std::initializer_list<std::int64_t> strides, Device where = Device::host)
       : Tensor(memory, type, extents, where) {
@@ -70,22 +71,23 @@ struct Tensor {
     for (std::int64_t step : strides) stride[d++] = step;
   }
 
-  /// The dense view of memory whose type says what it holds. What a call only reads, it does not
-  /// write, though a view has no const.
+  /// A dense view of typed memory, which determines the DType. A view has no const, but a call does
+  /// not write what it only reads.
   template <Element T>
   Tensor(const T* memory, std::initializer_list<std::int64_t> extents, Device where = Device::host)
       : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, where) {}
 
-  /// The strided view likewise.
+  /// The same with strides.
   template <Element T>
   Tensor(const T* memory, std::initializer_list<std::int64_t> extents,
          std::initializer_list<std::int64_t> strides, Device where = Device::host)
       : Tensor(const_cast<T*>(memory), dtype_of<T>(), extents, strides, where) {}
 
-  /// Whether it has memory.
+  /// Whether it is given.
   explicit operator bool() const { return data != nullptr; }
 
-  /// Elements. An extent of 0 decides first: the product of the others may be past 63 bits.
+  /// Number of elements. An extent of 0 decides first: the product of the others may exceed 63
+  /// bits.
   std::int64_t size() const {
     std::int64_t n = dims == 0 ? 0 : 1;
     for (int d = 0; d < dims; ++d)
@@ -99,7 +101,7 @@ struct Tensor {
     if (extents.size() > kMaxDims)
       throw InputError("a tensor was asked for with " + std::to_string(extents.size()) +
                        " dimensions; it has at most " + std::to_string(kMaxDims));
-    std::int64_t left = std::numeric_limits<std::int64_t>::max();  // for the extents to come
+    std::int64_t left = std::numeric_limits<std::int64_t>::max();  // for the remaining extents
     for (const std::int64_t extent : extents) {
       if (extent < 0)
         throw InputError("a tensor was asked for with an extent of " + std::to_string(extent) +
@@ -123,12 +125,13 @@ struct Tensor {
 };
 
 /// A log-sum-exp tensor, fp32, natural log unless a call asks for the base. Both layouts are in
-/// use, and for square ones no check could tell them apart, so it is said where the tensor is made.
+/// use, and no check could tell square ones apart, so the caller names the layout when it makes
+/// one.
 struct Lse {
   Tensor tensor;  ///< viewed as [tokens, heads]; also [parts, tokens, heads]
-  /// Of memory [tokens, heads], or with dimensions ahead of these two.
+  /// From memory [tokens, heads], or with dimensions before these two.
   static Lse tokens_heads(Tensor t) { return {t}; }
-  /// Of memory [heads, tokens], or with dimensions ahead of these two.
+  /// From memory [heads, tokens], or with dimensions before these two.
   static Lse heads_tokens(Tensor t) {
     const int d = t.dims;
     if (d >= 2 && d <= Tensor::kMaxDims) {
@@ -138,7 +141,7 @@ struct Lse {
     return {t};
   }
 
-  /// Whether there is one.
+  /// Whether it is given.
   explicit operator bool() const { return static_cast<bool>(tensor); }
 };
 

@@ -1,14 +1,13 @@
 /// \file
-/// The small vocabulary: element types, devices, streams, log bases, and which distance ALiBi
-/// multiplies.
+/// Basic types: element types, devices, streams, log bases, and the distance that ALiBi multiplies.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-// LONGSPAN_HD: a function of host and device. LONGSPAN_HD_APART: not inlined into kernels. What is
-// rare, or what a kernel runs through once, it also fetches once, from memory that others stream
-// through.
+// LONGSPAN_HD: a function of host and device. LONGSPAN_HD_APART: the same, but not inlined into
+// kernels. Code that is rare, or that a kernel runs once, is then fetched once too: fetches use
+// memory that other threads stream through.
 #if defined(__CUDACC__)
 #define LONGSPAN_HD __host__ __device__
 #define LONGSPAN_HD_APART __host__ __device__ __noinline__
@@ -17,11 +16,11 @@
 #define LONGSPAN_HD_APART
 #endif
 
-/// Everything public. Tensors and communicators are values; errors are thrown (error.hpp).
+/// The whole public interface. Tensors and communicators are values; errors are thrown (error.hpp).
 namespace longspan {
 
 /// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage; the fp8 types are
-/// storage only. The integers are those of lengths, starts, positions, block tables and flags.
+/// storage only. The integers are for lengths, starts, positions, block tables and flags.
 enum class DType : std::uint8_t {
   fp32,   ///< IEEE single precision
   fp16,   ///< IEEE half precision
@@ -46,14 +45,14 @@ LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
          : dtype == DType::int64                        ? 8
                                                         : 1;
 }
-/// Whether the type is one of the two that need a scale.
+/// Whether the type is one of the two fp8 types, which need a scale.
 LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }
 /// Whether the type is a float of any width, fp8 included.
 constexpr bool is_float(DType dtype) { return dtype <= DType::e5m2; }
 
-/// "bf16"; "no type" for a number that is none.
+/// "bf16", and so on; "no type" for an invalid number.
 constexpr const char* name(DType dtype) {
   constexpr const char* names[] = {"fp32", "fp16",  "bf16",  "e4m3",
                                    "e5m2", "int32", "int64", "uint8"};
@@ -62,35 +61,35 @@ constexpr const char* name(DType dtype) {
 
 /// Where memory lives and kernels run.
 enum class Device : std::uint8_t {
-  host,  ///< this rank's processors
+  host,  ///< this rank's CPUs
   cuda,  ///< this rank's GPU
 };
 
 /// "host" or "cuda".
 constexpr const char* name(Device device) { return device == Device::host ? "host" : "cuda"; }
 
-/// Which distance ALiBi multiplies by the head's slope.
+/// The distance that ALiBi multiplies by the head's slope.
 enum class Alibi : std::uint8_t {
-  context,  ///< slope * (j - context_len): as serving engines do. Shifts the lse, so states merge
+  context,  ///< slope * (j - context_len), as serving engines do. Shifts the lse, so states merge
             ///< only with states of the same context length
   query,    ///< -slope * |i - j|: as published (Press et al., arXiv 2108.12409)
   sqrt,     ///< -slope * sqrt(i - j) for j < i, else 0: vLLM's alibi_sqrt
 };
 
-/// "context", and so on; "no distance" for a number that is none.
+/// "context", and so on; "no distance" for an invalid number.
 constexpr const char* name(Alibi alibi) {
   constexpr const char* names[] = {"context", "query", "sqrt"};
   return alibi <= Alibi::sqrt ? names[static_cast<int>(alibi)] : "no distance";
 }
 
-/// The queue that work is ordered on: a cudaStream_t on CUDA; on the host work is done at once and
-/// the handle is not read.
+/// The queue that orders work: a cudaStream_t on CUDA. On the host work is done at once and the
+/// handle is not read.
 struct Stream {
   void* handle = nullptr;  ///< a cudaStream_t; null: the default stream
 };
 
-/// Base of a log-sum-exp that comes from outside. There is no default on purpose: mixing the two
-/// gives plausible wrong answers.
+/// Base of a log-sum-exp from outside. It has no default on purpose: a mix of the two gives
+/// plausible wrong answers.
 enum class LogBase : std::uint8_t {
   e,    ///< natural logarithms
   two,  ///< logarithms to base 2

@@ -16,7 +16,7 @@
 namespace longspan {
 namespace {
 
-/// A list for comparison: its first values, and a digest of all.
+/// A list as text for comparison: its first values, and a digest of all.
 std::string text_of(const std::vector<std::int64_t>& list) {
   constexpr std::size_t kShown = 6;
   if (list.size() <= kShown) return fmt::format("[{}]", fmt::join(list, ", "));
@@ -38,7 +38,7 @@ void describe(const CacheRanks& cache, const std::string& side, NamedValues& val
   values.emplace_back(side + ".table", text_of(cache.table));
 }
 
-/// Throws UsageError where the positions of a rank do not ascend from 0 to the length.
+/// Throws UsageError if the positions in a table do not ascend from 0 to the length.
 void check_table(const CacheRanks& cache, const ReshardOptions& o, const char* side) {
   const bool has_ranges = cache.rule.layout == Layout::ranges;
   const std::size_t ends = static_cast<std::size_t>(cache.ranks) + 1;
@@ -77,7 +77,7 @@ void check_ranks(const CacheRanks& cache, const ReshardOptions& o, int ranks, co
   check_table(cache, o, side);
 }
 
-/// The tensors of a cache without values, with the keys in the place of values.
+/// The tensors of a cache without values, with the keys in place of the values.
 CacheTensors with_values(const CacheTensors& cache, const ReshardOptions& o) {
   CacheTensors whole = cache;
   if (o.of_values() > 0) return whole;
@@ -105,7 +105,7 @@ void check_room(const CacheView& view, const std::vector<std::int64_t>& keys) {
             view.room(), keys[b], b);
 }
 
-/// Checks the pages of a table in host memory: each is one of the cache, and, where they are
+/// Checks the pages of a table in host memory: each is a page of the cache, and, if they are
 /// written, no other entry names it.
 void check_pages(const kernels::Pages& pages, const std::vector<std::int64_t>& keys, bool written) {
   std::vector<bool> taken(written ? static_cast<std::size_t>(pages.count) : 0);

@@ -1,11 +1,12 @@
-// Resharding of a cache. Keys are packed side by side, the keys for one rank together; each part
-// goes to its rank, and what comes is written where it belongs.
+// Resharding of a cache. Keys are packed side by side, the keys for one rank together. Each part is
+// sent to its rank, which writes the received keys to their places.
 //
 //     old cache -> rows           one kernel; those of part d are for rank + d
 //     part d    -> rank + d       a shift by each distance d, all at once
-//     part d    -> new cache      a kernel for each distance; part 0 has not travelled
+//     part d    -> new cache      a kernel for each distance; part 0 stayed on this rank
 //
-// What ranks say of the run goes ahead of the keys, and nothing is written where it differs.
+// What each rank reports of the run is sent before the keys; if the reports differ, nothing is
+// written.
 #include "longspan/reshard.hpp"
 
 #include <fmt/format.h>
@@ -30,8 +31,7 @@ namespace {
 
 constexpr const char* kStep = "reshard";
 
-/// Options with the numbers of ranks that their defaults stand for; check_options refuses a first
-/// rank that is none.
+/// Options with resolved numbers of ranks; check_options refuses an invalid first rank.
 ReshardOptions resolved(ReshardOptions o, int ranks) {
   for (CacheRanks* cache : {&o.from, &o.to})
     if (cache->ranks == 0 && cache->first_rank >= 0) cache->ranks = ranks - cache->first_rank;
@@ -45,7 +45,7 @@ Buffer uploaded(Device device, const std::vector<T>& values) {
   return buffer;
 }
 
-/// One side of the plan, where kernels read it.
+/// One side of the plan, in memory that kernels read.
 struct SideMemory {
   Buffer runs, start;
 
@@ -65,7 +65,7 @@ struct Reshard::Impl {
   SideMemory leaving, arriving;
   LayerMemory memory;
   std::byte* rows = nullptr;              // [plan.rows] the keys of all heads, then their values
-  std::vector<std::string> steps;         // [ranks] names of the agreement and of the shifts
+  std::vector<std::string> steps;         // [ranks] names of the comparison and of the shifts
   std::vector<comm::Transfer> transfers;  // [ranks]
   std::optional<AgreedRuns> agreed;
 
@@ -89,7 +89,7 @@ struct Reshard::Impl {
     agreed->lay_out(parts);
   }
 
-  /// The number of the reshard is in the names, so that an error shows which one a rank is at.
+  /// The names contain the number of the reshard, so that an error shows which one a rank is in.
   void name_steps() {
     const std::uint32_t layer = agreed->layer();
     steps.push_back(fmt::format("{} of layer {}, agreement", kStep, layer));
@@ -112,7 +112,7 @@ struct Reshard::Impl {
   }
   std::byte* at(std::int64_t row) const { return rows + bytes_of(row); }
 
-  /// Rows as they travel.
+  /// The rows in the buffer.
   kernels::KeyStore travelling() const {
     const int keys = options.kv_heads * options.head_dim;
     kernels::KeyStore store;
@@ -123,7 +123,7 @@ struct Reshard::Impl {
     return store;
   }
 
-  /// Moves the keys of so many runs of a list.
+  /// Moves the keys of `count` runs of a list.
   void move(const Buffer& runs, std::int64_t first, std::int64_t count,
             const kernels::KeyStore& from, const kernels::KeyStore& to, Stream stream,
             const kernels::RunHeaders& headers = {}) const {
@@ -139,7 +139,7 @@ struct Reshard::Impl {
                        stream);
   }
 
-  /// Writes the keys of a part, if ranks mean the same run.
+  /// Writes the keys of a part, if the ranks' reports of the run are equal.
   void unpack(int d, const kernels::KeyStore& to, const kernels::RunHeaders& headers,
               Stream stream) const {
     const ReshardPlan::Part& part = plan.arriving.parts[d];

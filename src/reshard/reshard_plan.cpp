@@ -11,7 +11,7 @@ namespace {
 using kernels::consecutive_keys;
 using kernels::KeyRun;
 
-/// The keys that two ranks have in common, of all sequences.
+/// The keys that two ranks have in common, for all sequences.
 std::vector<KeyRun> runs_between(const ReshardOptions& o, int from, int to) {
   std::vector<KeyRun> runs;
   if (!holds(o.from, from) || !holds(o.to, to)) return runs;
@@ -23,8 +23,8 @@ std::vector<KeyRun> runs_between(const ReshardOptions& o, int from, int to) {
   return runs;
 }
 
-/// Adds part d, whose rows begin with `row`; returns the row behind it. Runs are cut to what one
-/// warp takes.
+/// Adds part d, whose rows begin with `row`; returns the row after it. Runs are cut to the size
+/// that one warp takes.
 std::int64_t add_part(int d, const std::vector<KeyRun>& runs, bool is_leaving, std::int64_t row,
                       ReshardPlan::Side& side) {
   ReshardPlan::Part part{.first_run = static_cast<std::int64_t>(side.runs.size()),

@@ -1,6 +1,6 @@
-// Says which keys go from which rank to which when a cache is resharded. The keys that a pair of
-// ranks exchanges are those of positions that the first holds by the old rule and the second by the
-// new one, in the order of sequences and positions, which both ranks find without asking.
+// Plans which keys go from which rank to which when a cache is resharded. A pair of ranks exchanges
+// the keys that the first holds by the old rule and the second by the new one, ordered by sequence
+// and position. Both ranks compute this without communication.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,11 @@ namespace longspan {
 void add_common_runs(const Shard& from, const Shard& to, std::int64_t length, std::int32_t sequence,
                      std::vector<kernels::KeyRun>& runs);
 
-/// What one rank does. Keys travel as rows in one buffer of `rows`: first those that leave, then
+/// The plan of one rank. Keys travel as rows in one buffer of `rows`: first those that leave, then
 /// those that stay, then those that arrive.
 struct ReshardPlan {
-  /// The keys for the rank that is d places behind in the ring, or from the one d places ahead.
+  /// The keys for the rank d places after this one in the ring, or from the rank d places before
+  /// it.
   struct Part {
     std::int64_t first_run = 0, runs = 0;
     std::int64_t first_row = 0, rows = 0;
@@ -29,7 +30,7 @@ struct ReshardPlan {
   struct Side {
     std::vector<kernels::KeyRun> runs;
     std::vector<Part> parts;          // [ranks] by the distance d; part 0 stays
-    std::vector<std::int64_t> start;  // [batch] keys of this rank ahead of each sequence
+    std::vector<std::int64_t> start;  // [batch] this rank's keys before each sequence
     std::vector<std::int64_t> keys;   // [batch] keys of this rank
   };
   Side leaving;   // from the old cache to the buffer
@@ -40,8 +41,8 @@ struct ReshardPlan {
 /// Makes the plan of rank `rank` of `ranks`, for options that were checked.
 ReshardPlan plan_reshard(const ReshardOptions& options, int rank, int ranks);
 
-/// The part of a sequence that rank `rank` of the communicator holds; nothing of it where the rank
-/// holds no part of the cache.
+/// The part of a sequence that rank `rank` of the communicator holds; empty if the rank holds no
+/// part of the cache.
 Shard shard_of(const CacheRanks& cache, int rank, int sequence, std::int64_t length);
 bool holds(const CacheRanks& cache, int rank);
 

@@ -1,4 +1,4 @@
-// Puts what serving engines call together from the backend's pieces.
+// Builds the calls of serving engines from the backend's functions.
 //
 //     segmented_attention   attend -> (export) -> merge
 //     context_attention     the sequence cut at its context, as between two ranks: attend the
@@ -29,7 +29,7 @@
 namespace longspan {
 namespace {
 
-/// The keys that a row of the block table has room for.
+/// The number of keys that fit a row of the block table.
 std::int64_t most_keys(const PagedAttention& a) {
   static constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const std::int64_t page = a.k_cache.shape[a.k_cache.dims == 5 ? 3 : 1];
@@ -38,14 +38,14 @@ std::int64_t most_keys(const PagedAttention& a) {
   return in_range(in_range(columns) * in_range(page));
 }
 
-/// Describes the attention of a call as far as its sizes go.
+/// Describes the attention of a call by its sizes only.
 kernels::AttendParams size_params(const PagedAttention& a, const PagedShape& shape) {
   kernels::AttendParams p = size_params(a, a.k_cache.dtype, shape);
   if (a.max_kv_len == 0) p.max_kv_len = most_keys(a);
   return p;
 }
 
-/// Describes the attention of a call, without what lies in the workspace.
+/// Describes the attention of a call, without the workspace.
 kernels::AttendParams attend_params(const PagedAttention& a, const PagedShape& shape,
                                     const RunArrays& arrays) {
   kernels::AttendParams p = size_params(a, shape);
@@ -63,7 +63,7 @@ kernels::ContextParams context_params(const ContextAttention& a, const PagedShap
   p.cached = all;
   p.cached.batch.skip_decode = a.skip_decode;
   if (a.attention.max_kv_len == 0)
-    p.cached.max_kv_len += shape.tokens;  // new keys need no place in the table
+    p.cached.max_kv_len += shape.tokens;  // new keys need no entry in the table
   p.cached.shard = Shard::ranges(0, 0, 2, ranges);
   p.fresh = p.cached;
   p.fresh.shard.rank = 1;
@@ -97,8 +97,8 @@ kernels::MergeParams merge_params(const PagedAttention& a, const RunArrays& arra
 /// The floats of a checked array.
 const float* floats(const Tensor& t) { return static_cast<const float*>(t.data); }
 
-/// Sets what both merges of finished outputs have in common: where the result goes, and how parts
-/// are read.
+/// Sets what both merges of finished outputs share: the location of the result, and how parts are
+/// read.
 template <class Args>
 kernels::MergeOutputsParams merged_outputs(const Args& a, LogBase base) {
   kernels::MergeOutputsParams p;
@@ -164,8 +164,7 @@ kernels::CheckParams reduce_checks(const ReduceSegments& a, const kernels::Batch
   return p;
 }
 
-/// Checks starts and lengths, on the host only, before anything is counted by them; no keys are
-/// read.
+/// Checks starts and lengths, on the host only, before they are used to count; no keys are read.
 void check_batch_lengths(const kernels::Batch& batch, std::int64_t tokens) {
   CacheView any;
   any.packed = true;

@@ -1,4 +1,4 @@
-// What lies behind ServingOps, and what its calls share.
+// The implementation of ServingOps, and what its calls share.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,11 @@
 namespace longspan {
 
 struct ServingOps::Impl {
-  Communicator alone;  // waits, with its deadline
+  Communicator alone;  // for waits with its deadline
   std::unique_ptr<kernels::Backend> backend;
   std::mutex claims;                   // calls are const, and may come from several threads
-  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache once
+  std::vector<std::uint32_t> claimed;  // host: slots that an append writes; grows to the cache's
+                                       // size once
 
   Impl(Device device, int threads, int gpu);
 
@@ -26,7 +27,7 @@ struct ServingOps::Impl {
   int gpu() const { return alone.gpu(); }
   bool on_host() const { return device() == Device::host; }
 
-  /// Checks the arrays where they lie, and waits.
+  /// Checks the arrays on their device, and waits.
   void check_and_wait(kernels::CheckParams p, Stream stream) const;
   /// Checks them on the host before anything is written.
   void check_at_once(kernels::CheckParams p) const;
@@ -34,8 +35,8 @@ struct ServingOps::Impl {
                        std::int64_t max_kv_len) const;
 };
 
-/// Describes the attention of a call as far as its sizes go, which is what a workspace depends on.
-/// max_kv_len is left out where the call leaves it open.
+/// Describes the attention of a call by its sizes only, which determine the workspace. max_kv_len
+/// is left out if the call leaves it open.
 template <class Args>
 kernels::AttendParams size_params(const Args& a, DType kv_dtype, const PagedShape& shape) {
   kernels::AttendParams p;

@@ -1,6 +1,6 @@
-// Brings states in and out, on one rank.
+// Imports and exports states, on one rank.
 //
-//     attend_state   attend, onto the state that stands there or afresh
+//     attend_state   attend, from the state in memory or from an empty one
 //     finish_state   the merge of one state
 //     export_state   the state as one segment
 #include <limits>
@@ -19,7 +19,7 @@ AttendState with_batch_rows(const AttendState& args) {
   return flat;
 }
 
-/// Gives the same arguments as far as sizes go: pointers and strides are not read.
+/// Returns the same arguments with sizes only: pointers and strides are not read.
 AttendState with_flat_shape(const AttendState& args) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
   const Tensor& q = args.q;
@@ -46,11 +46,11 @@ CallWorkspace lay_out(const kernels::Backend& backend, const AttendState& a,
                       const PagedShape& shape, void* base) {
   check_sizes(a.q, shape, 1);
   kernels::AttendParams p = size_params(a, shape);
-  p.resume = true;  // which takes more memory, so that one workspace serves all calls of a chain
+  p.resume = true;  // needs more memory, so that one workspace serves all calls of a chain
   return CallWorkspace::lay_out_scratch(base, backend.attend_scratch(p), p.batch.size);
 }
 
-/// Describes the attention of a call, without what lies in the workspace.
+/// Describes the attention of a call, without the workspace.
 kernels::AttendParams attend_params(const AttendState& a, const PagedShape& shape,
                                     const Checked& call) {
   kernels::AttendParams p = size_params(a, shape);
@@ -139,7 +139,7 @@ void ServingOps::check(const AttendState& given, Stream stream) const {
   const PagedShape shape = shape_of(a);
   const Checked call = check_attend(a, shape, impl_->device());
   const kernels::AttendParams p = attend_params(a, shape, call);
-  // First the table of keys, by which the others are measured; on a GPU it is not in reach.
+  // The table of keys first, since it determines the others; on a GPU it cannot be read here.
   if (impl_->on_host()) return impl_->check_sequences(p, call.cache, a.max_kv_len);
   impl_->check_and_wait(checks_of(p, call.cache.keys), stream);
 }

@@ -1,4 +1,4 @@
-// Lays out the memory of a call of ServingOps, which is the caller's (docs/reference/memory.md).
+// Lays out the workspace of a call of ServingOps, which the caller owns (docs/reference/memory.md).
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ struct CallWorkspace {
   std::byte* room = nullptr;          // ServingKernels::context_room, for context_attention only
   std::size_t scratch_bytes = 0;
   std::size_t room_bytes = 0;
-  std::size_t bytes = 0;  // in all
+  std::size_t bytes = 0;  // total
 
   static CallWorkspace lay_out(void* base, int slots, std::int64_t rows, int dim,
                                std::size_t scratch, int context_batch, std::size_t room = 0) {
@@ -35,7 +35,7 @@ struct CallWorkspace {
     return w;
   }
 
-  /// Lays out the memory of attend_state, whose states are elsewhere.
+  /// Lays out the workspace of attend_state, whose states are elsewhere.
   static CallWorkspace lay_out_scratch(void* base, std::size_t scratch, int batch) {
     Parts parts{static_cast<std::byte*>(base)};
     CallWorkspace w;

@@ -1,5 +1,5 @@
 // Registers the strategies, and chooses among them. CMake lists the files of src/strategy/, each of
-// which has a function of its own name.
+// which has a function with the file's name.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 struct Registry {
   std::vector<StrategyEntry> entries;
-  std::vector<StrategyInfo> infos;  // of these entries, one by one
+  std::vector<StrategyInfo> infos;  // one for each of these entries
 
   Registry() {
 #define LONGSPAN_STRATEGY(name) entries.push_back(name());
@@ -83,7 +83,7 @@ double state_slot_bytes(const Options& o, double rows, int heads) {
 
 namespace {
 
-/// Whether the choice is among several, of runs whose size is known.
+/// Whether there are several to choose from, for runs of known size.
 bool takes_forecast(const Options& options, int ranks) {
   return options.strategy == "auto" && ranks > 1 && options.limits.max_kv_len > 0;
 }
@@ -127,7 +127,7 @@ const StrategyInfo& choose_strategy(const Options& options, int ranks, const Mac
 }
 
 Machine shared_machine(const Communicator& world) {
-  // An error of reading the constants is everybody's, whatever it is.
+  // If one rank cannot read the constants, every rank throws the error.
   std::string mine;
   if (world.rank() == 0) try {
       const Machine machine = machine_here(world.device());

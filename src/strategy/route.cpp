@@ -3,7 +3,7 @@
 namespace longspan {
 namespace {
 
-/// The route of a ring, step by step.
+/// Builds the route of a ring, step by step.
 class RingMaker {
  public:
   RingMaker(const Ring& ring, const IsWanted& is_wanted, Route& route)
@@ -65,13 +65,13 @@ class RingMaker {
     else if (!ring_.by_copy_engines)
       route_.start(words_);
   }
-  /// Waits for what ranks say of the run, once, where no block brings it.
+  /// Waits for the ranks' reports of the run, once, if no block brings them.
   void hear() {
     if (!heard_) route_.wait(words_);
     heard_ = true;
   }
-  /// The same where blocks bring it, which all move then: the result is made of what all ranks mean
-  /// alike.
+  /// The same if blocks bring the reports. All blocks then move, because the result needs the
+  /// reports of all ranks.
   void hear_all(int s) {
     hear();
     for (++s; ring_.by_copy_engines && s < ring_.ranks; ++s) {
@@ -80,8 +80,9 @@ class RingMaker {
     }
   }
 
-  /// The next step in which something moves here; the number of ranks where there is none. Moves
-  /// home come between others, in one order on all ranks, so that no step is left out there.
+  /// The next step in which this rank takes part in a move; the number of ranks if there is none.
+  /// Moves home are interleaved with others, in the same order on all ranks, so no step is skipped
+  /// there.
   int next_of(int s) const {
     const bool skips = !ring_.by_copy_engines && !ring_.goes_home;
     do ++s;
@@ -94,15 +95,15 @@ class RingMaker {
     started_ = s;
   }
 
-  /// Visits the guest of step `s`, if one came, while those of `next` come; where they come into
-  /// the same slot, they come afterwards.
+  /// Visits the guest of step `s`, if one came, while the moves of `next` run; if they use the same
+  /// slot, they run afterwards.
   void visit_beside(int s, int next) {
     const bool all_at_once = ring_.by_copy_engines && ring_.slots == ring_.ranks - 1;
     const int end = all_at_once ? ring_.ranks : next + 1;  // of the moves that start now
     const bool sets_out = next < ring_.ranks && next > started_;
     const bool behind =
         sets_out && s > 0 && attends(s) && move(next).receives && move(s).slot == move(next).slot;
-    // Copy engines need no place among the multiprocessors, and the visit is what takes longest.
+    // Copy engines do not occupy multiprocessors, and the visit takes longest.
     const bool early = sets_out && !behind && ring_.by_copy_engines && attends(s);
     const auto start_next = [&] {
       for (int t = next; t < end; ++t) start(t);
@@ -124,7 +125,7 @@ class RingMaker {
                             .ends = s == last_ && !ring_.goes_home});
   }
 
-  /// Waits until what was made of a guest has left its slot.
+  /// Waits until the result of a guest has left its slot.
   void free_result(int slot) {
     if (leaving_[slot] > 0) route_.wait(home(leaving_[slot]));
     leaving_[slot] = 0;
@@ -142,7 +143,7 @@ class RingMaker {
   Route& route_;
   int words_ = 0;
   int last_ = 0;     // the step of the last guest; 0: there is none
-  int started_ = 0;  // the last step that has set out
+  int started_ = 0;  // the last step whose moves have started
   bool heard_ = false;
   int leaving_[kResultSlots] = {};  // the step whose result leaves from a slot; 0: none
 };
@@ -151,7 +152,7 @@ class RingMaker {
 
 Route::Route(int ranks) {
   moves.reserve(most_moves(ranks));
-  // Each move starts, is waited for, and stands behind one visit at most.
+  // Each move has one start, one wait and at most one visit.
   steps.reserve(3 * most_moves(ranks));
 }
 
@@ -172,7 +173,7 @@ void make_ring(const Ring& ring, const IsWanted& is_wanted, Route& route) {
 
 namespace {
 
-/// Every block by itself, all at once; what ranks say goes ahead of them.
+/// Every block by itself, all at once; the ranks' reports go before them.
 void gather_by_shifts(const Gather& gather, Route& route) {
   route.start(route.add({.what = Move::words, .has_words = true}));
   for (int s = 1; s < gather.ranks; ++s) route.start(route.add({.distance = s, .slot = s}));

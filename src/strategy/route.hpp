@@ -1,13 +1,13 @@
-// The route of a strategy: which block moves between whom, into which slot, in which order, beside
-// what, and when a rank attends to it. It is plain data, made of a few numbers and of who sees
-// whom, so a test walks it without kernels. A Visitor computes on the way (shared/walk.hpp);
-// another one walks the same route for something else.
+// The route of a strategy: which block moves from which rank to which, into which slot, in which
+// order, beside what, and when a rank attends to it. It is plain data, computed from a few numbers
+// and from which rank sees which, so a test can walk it without kernels. A Visitor computes along
+// the way (shared/walk.hpp); another Visitor can walk the same route for another purpose.
 //
-//     moves    what goes from a rank to another, and comes from a third
-//     steps    in which order this rank starts them, waits for them, and attends
+//     moves    transfers to one rank and from another
+//     steps    the order in which this rank starts them, waits for them, and attends
 //
-// A block is what one rank has of what travels: its keys, or its rows. Its own rank is at home; at
-// any other it is a guest.
+// A block is one rank's part of the data that travels: its keys, or its rows. On its own rank it is
+// at home; on any other it is a guest.
 #pragma once
 
 #include <cstddef>
@@ -20,41 +20,41 @@ namespace longspan {
 /// A transfer in which this rank takes part.
 struct Move {
   enum What : std::uint8_t {
-    words,  // what each rank says of the run, and nothing else
+    words,  // only each rank's report of the run
     out,    // blocks
-    home,   // what was made of guests, to where these came from
+    home,   // results of guests, to the ranks that own these
   };
   What what = out;
   int distance = 0;   // to rank + distance and from rank - distance; 0: between all ranks at once
-  int part = 0;       // of blocks of which not all parts travel together
-  bool sends = true;  // this rank's block, or what was made of the guest
-  bool receives = true;  // the guest, or what was made of this rank's block
+  int part = 0;       // of blocks whose parts do not all travel together
+  bool sends = true;  // this rank's block, or the result of the guest
+  bool receives = true;  // the guest, or the result of this rank's block
   bool has_words = false;
-  int slot = 0;  // of a guest that comes, or of what was made of the guest that leaves
+  int slot = 0;  // of an arriving guest, or of the leaving result of a guest
 };
 
-/// What a rank does next.
+/// The next action of a rank.
 struct Step {
   enum Kind : std::uint8_t { start, wait, exchange, visit, finish };  // exchange: both at once
   /// The guests of a visit.
   static constexpr int kOwn = 0, kAll = -1;  // the rank's own block; those of all ranks together
 
   Kind kind = start;
-  int move = 0;         // that starts or is waited for: an index of Route::moves
-  int guest = kOwn;     // of a visit: the distance that it came from, or one of the two above
-  int slot = 0;         // where that guest is
-  int result_slot = 0;  // of what is made of it, where that goes home
-  int beside = -1;      // of a visit: the move that goes on meanwhile
-  int early = 0;        // of a visit: so many moves that start in the next steps begin beside it
-  bool ends = false;    // of a visit: it makes the result; else a finish does
+  int move = 0;         // for start and wait: an index of Route::moves
+  int guest = kOwn;     // for a visit: the distance of its rank, or one of the two constants above
+  int slot = 0;         // the slot of that guest
+  int result_slot = 0;  // the slot of its result, if that goes home
+  int beside = -1;      // for a visit: the move that continues meanwhile
+  int early = 0;        // for a visit: the number of moves of the next steps that begin beside it
+  bool ends = false;    // for a visit: it writes the result; otherwise a finish does
 };
 
-/// It is filled again for every run, in memory that was taken when the layer was made.
+/// It is filled anew for every run, in memory allocated with the layer.
 struct Route {
   std::vector<Move> moves;
   std::vector<Step> steps;
 
-  /// The most moves of a route among so many ranks: out and home, words, and a few parts.
+  /// The most moves of a route among `ranks` ranks: out and home, words, and a few parts.
   static constexpr std::size_t most_moves(int ranks) {
     return 2 * static_cast<std::size_t>(ranks) + 4;
   }
@@ -70,33 +70,33 @@ struct Route {
   void finish() { steps.push_back({.kind = Step::finish}); }
 };
 
-/// Whether rank `to` has a use for the block of rank `from`. All ranks answer alike.
+/// Whether rank `to` needs the block of rank `from`. All ranks give the same answer.
 using IsWanted = std::function<bool(int from, int to)>;
 
-/// Blocks that visit one rank after the other: every rank sends its own, in step s to rank + s, and
-/// attends to one while the next comes. A block that is not wanted does not travel.
+/// Blocks that visit one rank after another: every rank sends its own, in step s to rank + s, and
+/// attends to one while the next arrives. A block that is not wanted does not travel.
 struct Ring {
   int ranks = 1;
   int rank = 0;
-  int slots = 2;       // that guests come into, in turn
+  int slots = 2;       // that receive guests, in turn
   int first_slot = 0;  // of them
-  // Copy engines fill the slots while a visit has the rest of the device to itself. A sender has to
-  // know the slot, so the step alone says which it is, and words travel with the blocks. Where
-  // there is a slot for each step all blocks set out at once.
+  // Copy engines fill the slots while a visit has the multiprocessors to itself. A sender has to
+  // know the slot, so the step alone determines it, and words travel with the blocks. If each step
+  // has its own slot, all blocks start at once.
   bool by_copy_engines = false;
-  bool words_first = false;  // nothing moves until they are compared
-  bool goes_home = false;    // what is made of a guest does, and a finish makes the result of all
+  bool words_first = false;  // nothing else moves until they are compared
+  bool goes_home = false;    // the result of a guest does, and a finish makes the result of all
 };
 void make_ring(const Ring& ring, const IsWanted& is_wanted, Route& route);
 
-/// Blocks that come from all ranks, and then one visit to all of them.
+/// Blocks that arrive from all ranks, followed by one visit to all of them.
 struct Gather {
   int ranks = 1;
-  int parts = 0;        // that come one after the other, each between all ranks at once; 0: every
-                        // block comes by itself, whole, into the slot of its distance
-  int parts_home = 0;   // likewise, of what the visit makes of them; then a finish follows
-  bool beside = false;  // all parts come in one move while the visit is under way, which waits for
-                        // what it reads, piece by piece
+  int parts = 0;        // that arrive one after another, each between all ranks at once; 0: every
+                        // block arrives by itself, whole, into the slot of its distance
+  int parts_home = 0;   // the same for the results of the visit; a finish follows
+  bool beside = false;  // all parts arrive in one move during the visit, which waits for what it
+                        // reads, piece by piece
 };
 void make_gather(const Gather& gather, Route& route);
 

@@ -1,12 +1,13 @@
-// A strategy decides what travels between ranks: states, queries, or keys. Each is a class in a
-// file of its own in this folder, src/strategy/<name>.cpp, which ends with the function of that
-// name that the registry (src/strategy/registry.cpp) finds by itself; those of two levels are made
+// A strategy decides what travels between ranks: states, queries, or keys. Each is a class in its
+// own file in this folder, src/strategy/<name>.cpp, which ends with the function of that name that
+// the registry (src/strategy/registry.cpp) finds by itself. Strategies of two levels are composed
 // of them (two_level/). Strategies are the same for every backend and name no library.
 //
 //     make:  lay_out (twice: to count, then for good) -> open
 //     run:   Run -> prepare -> Pass -> queue               (nothing allocated, nothing waited for)
 //
-// A Run is what was asked for, and nothing changes it. A Pass is what the strategy makes of it.
+// A Run holds the arguments of a run, and nothing changes it. A Pass is what the strategy makes of
+// it.
 #pragma once
 
 #include <functional>
@@ -24,7 +25,7 @@
 
 namespace longspan {
 
-/// Where the time goes, in the order of a run.
+/// The phases in which the time of a run is measured, in order.
 enum class Phase : int { attend, exchange, merge };
 
 /// A layer as its strategy sees it. All of it outlives the strategy.
@@ -35,25 +36,25 @@ struct Layer {
   kernels::AttendParams bounds;  // the largest run that the options allow, of the rank's own rows
 };
 
-/// A run, whose arguments were checked. It is made once, and nothing changes it.
+/// A run with checked arguments. Nothing changes it after its construction.
 struct Run {
   const AttentionArgs& args;
   const RunArrays& arrays;
   Stream stream;
 
-  // This rank's query rows and keys where the caller has them, without a place for states. With
-  // sharded queries only the starts of all ranks' rows are known.
+  // This rank's query rows and keys in the caller's memory, without memory for states. With sharded
+  // queries only the starts of all ranks' rows are known.
   kernels::AttendParams attend;
-  kernels::MergeParams merge;  // into the result, of states that the strategy will name
+  kernels::MergeParams merge;  // into the result, from states that the strategy fills in
 
-  // [ranks] how many keys each rank lists, which ranks have told each other when the run is queued;
-  // null where keys are dealt out by a rule, and on GPUs.
+  // [ranks] number of keys that each rank lists, which the ranks have exchanged before the run is
+  // queued; null if keys are distributed by a rule, and on GPUs.
   const std::int64_t* listed_keys = nullptr;
 
-  bool timed = false;  // on this rank, and maybe on no other: what travels must not depend on it
-  std::function<void(Phase)> enter;  // marks that the stream has come to the start of a phase
+  bool timed = false;  // on this rank, maybe on no other: transfers must not depend on it
+  std::function<void(Phase)> enter;  // marks that the stream has reached the start of a phase
 
-  /// The geometry of the rows of all ranks, which are those that see the keys of this one.
+  /// The geometry with the rows of all ranks, all of which see the keys of this one.
   kernels::Geometry all_rows() const {
     kernels::Geometry g = attend;
     if (g.queries.ranks == 1) return g;
@@ -65,8 +66,8 @@ struct Run {
   }
 };
 
-/// What a strategy makes of a run: prepare() says where queries that travel are and where states
-/// go, and queue() goes on from there.
+/// A strategy's view of a run: prepare() sets the location of travelling queries and of states, and
+/// queue() starts from there.
 struct Pass {
   explicit Pass(const Run& of) : run(of), attend(of.attend), merge(of.merge) {}
 
@@ -74,23 +75,23 @@ struct Pass {
   kernels::AttendParams attend;
   kernels::MergeParams merge;
 
-  // This rank's word about its run: kernels' `say` writes it to said[rank], and it travels with the
-  // data.
+  // This rank's report of its run: the kernel `say` writes it to said[rank], and it travels with
+  // the data.
   kernels::SayParams say;
-  std::uint64_t* said = nullptr;  // [ranks]; null: it has been compared
+  std::uint64_t* said = nullptr;  // [ranks]; null: already compared
 
-  // Whether the rows of all ranks see this rank's keys, and not its own alone: what is checked of
-  // pages is then what all of them need.
+  // Whether the rows of all ranks see this rank's keys, not only its own. Pages are then checked
+  // for the needs of all of them.
   bool keys_travel = false;
 
-  /// Has words travel in memory that other GPUs write, and the kernel that writes the result
-  /// compare them there.
+  /// Sends words into memory that other GPUs write; the kernel that writes the result compares them
+  /// there.
   void compare_in(std::uint64_t* words, int rank) {
     say.said = words + rank;
     said = words;
     merge.headers.said = words;
   }
-  /// Says this rank's word, where the ranks of the strategy have something to compare.
+  /// Writes this rank's report, if the strategy has several ranks to compare.
   void say_to(const kernels::AttentionKernels& with) const {
     if (said != nullptr) with.say(say, run.stream);
   }
@@ -112,79 +113,79 @@ class Strategy {
   /// Takes its parts of the layer's memory. It is called twice: first to count, with a null base.
   virtual void lay_out(Parts& memory) = 0;
 
-  /// Opens what the strategy needs of the communicator, once all ranks have their memory. It is
-  /// collective. `layer` is the layer's number among those of the communicator. Throws Unsupported
+  /// Opens what the strategy needs from the communicator, once all ranks have their memory.
+  /// Collective. `layer` is the layer's number among those of the communicator. Throws Unsupported
   /// on all ranks or on none.
   virtual void open(std::uint32_t /*layer*/) {}
 
-  /// What Attention::exchange returns: how data travels.
+  /// The return value of Attention::exchange: how data travels.
   virtual ExchangeInfo exchange() const = 0;
 
   /// The most phases that a run enters, its end included.
   virtual int most_marks() const { return 16; }
 
-  /// Fills in where the queries and the states of a run are, and queues nothing. Throws Unsupported
-  /// for a run that the strategy cannot take.
+  /// Fills in the location of the queries and the states of a run, and queues nothing. Throws
+  /// Unsupported for a run that the strategy does not support.
   virtual void prepare(Pass& pass) = 0;
 
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
 };
 
-/// Whether positions are dealt out by a table, and not by a rule alone.
+/// Whether a table distributes positions, not only a rule.
 constexpr bool is_by_table(Layout layout) {
   return layout == Layout::ranges || layout == Layout::listed;
 }
 constexpr bool is_by_table(const Sharding& dealt) { return is_by_table(dealt.layout); }
 
-/// What the ranks share, which decides how even their work is.
+/// What the ranks share, which determines how even their work is.
 enum class Balanced { by_keys, by_queries, evenly };
 
-/// What the registry holds of a strategy.
+/// The registry's entry for a strategy.
 struct StrategyEntry {
   StrategyInfo info;
-  int preference;  // the order of the table; "auto" takes the lowest where nothing can be predicted
-  /// Whether a layer of such options on so many ranks gives the bits of gather-states, in whose
+  int preference;  // the order of the table; "auto" takes the lowest if nothing can be predicted
+  /// Whether a layer with such options on `ranks` ranks gives the bits of gather-states, in whose
   /// order a row's keys fold whatever the batch and the layer's limits are.
   bool (*keeps_order)(const Options& options, int ranks);
-  bool takes_tables;  // of keys and queries that are dealt by one (Layout::ranges and listed) it
-                      // takes every run; of those dealt by a rule all strategies do
+  bool takes_tables;  // with keys and queries distributed by a table (Layout::ranges and listed) it
+                      // supports every run; with a rule all strategies do
   Balanced (*balanced)(const Options& options);
-  /// Why it cannot serve layers of such options on so many ranks; empty where it can.
+  /// Why it cannot serve layers with such options on `ranks` ranks; empty if it can.
   std::string (*refusal)(const Options& options, int ranks);
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size, Device device);
   std::unique_ptr<Strategy> (*make)(const Layer& layer);
 };
 
-/// The strategies of two levels, one inside of a node and another between nodes.
+/// The strategies of two levels, one within a node and another between nodes.
 std::vector<StrategyEntry> two_level_strategies();
 
-/// Whether that is so where whole sequences are brought to a rank: the cuts between ranks are then
-/// cuts of the tree by which one rank folds a contiguous sequence.
+/// The same if whole sequences are brought to a rank: the cuts between ranks are then cuts of the
+/// tree by which one rank folds a contiguous sequence.
 bool folds_as_one_rank(const Options& options, int ranks);
 
-/// Why a strategy that gives results whole, or by the rows of sharded queries, cannot give what the
-/// options ask for; empty where it can.
+/// Why a strategy that gives whole results, or results by the rows of sharded queries, cannot give
+/// what the options ask for; empty if it can.
 std::string refuse_parts(const Options& options);
 
-/// Throws Unsupported where the options ask by name for a way between GPUs that cannot be had, with
-/// the reason `why`.
+/// Throws Unsupported if the options name an exchange between GPUs that is not possible, with the
+/// reason `why`.
 void require_exchange(const Options& options, bool is_had, const std::string& why);
 
-/// The bytes of a row of the queries, of a key and its value, and of a row's states, all of all
+/// The bytes of a row of the queries, of a key and its value, and of a row's states, each for all
 /// heads.
 double query_row_bytes(const Options& options);
 double key_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
-/// The bytes of a slot of states, of so many rows of so many heads (kernels::StateSlots).
+/// The bytes of a slot of states, with `rows` rows of `heads` heads (kernels::StateSlots).
 double state_slot_bytes(const Options& options, double rows, int heads);
 
-/// What forecast() says of each strategy without times, which take a walk over the sequence: why it
-/// cannot serve, why "auto" leaves it out, what it costs.
+/// The part of forecast() without times, which need a walk over the sequence: why a strategy cannot
+/// serve, why "auto" leaves it out, what it costs.
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
                                Device device);
 
-/// The entry behind a row of strategies().
+/// The entry of a row of strategies().
 const StrategyEntry& entry_of(const StrategyInfo& info);
 
 }  // namespace longspan

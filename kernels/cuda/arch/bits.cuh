@@ -8,8 +8,8 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// The number of the highest bit of x, which is not 0. nvcc takes std::bit_width for device code,
-/// and of CUDA 13.0's the result was 0.
+/// The index of the highest set bit of x, which is not 0. nvcc accepts std::bit_width in device
+/// code, but with CUDA 13.0 its result was 0.
 LONGSPAN_HD inline int highest_bit(std::uint64_t x) {
 #if defined(__CUDA_ARCH__)
   return 63 - __clzll(static_cast<long long>(x));

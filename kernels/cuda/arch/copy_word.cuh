@@ -1,4 +1,4 @@
-// cp.async of one word: entries of block tables, which come with the groups of larger copies.
+// cp.async of one word, for entries of block tables, which are in the same groups as larger copies.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The reciprocal that divisions start from.
+// The reciprocal with which divisions start.
 #pragma once
 
 namespace longspan::kernels::cuda::arch {

@@ -1,12 +1,12 @@
-// Loads and stores that other GPUs take part in, and the clock that bounds the waits for them.
+// Loads and stores shared with other GPUs, and the clock that bounds the waits for them.
 #pragma once
 
 #include <cstdint>
 
 namespace longspan::kernels::cuda::arch {
 
-/// Sixteen bytes at once; not kept in registers or in the first-level cache. The memory system
-/// moves each aligned eight bytes as a whole.
+/// Sixteen bytes at once, not cached in registers or L1. The memory system moves each aligned eight
+/// bytes as a unit.
 __device__ inline void store_volatile(void* to, uint4 value) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
@@ -30,7 +30,7 @@ __device__ inline uint2 load_volatile_two(const void* from) {
   return value;
 }
 
-/// The same for fewer bytes: each aligned four of them move as a whole.
+/// The same for fewer bytes: each aligned four of them move as a unit.
 __device__ inline void store_volatile(void* to, uint2 value) {
   asm volatile("st.volatile.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(value.x), "r"(value.y)
                : "memory");
@@ -39,7 +39,7 @@ __device__ inline void store_volatile(void* to, std::uint32_t value) {
   asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-/// Eight bytes that move as a whole: an access to one word of 64 bits, unlike one to two of 32.
+/// Eight bytes that move as a unit: an access to one word of 64 bits, unlike one to two of 32.
 __device__ inline void store_whole(std::uint64_t* to, std::uint64_t value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -49,21 +49,21 @@ __device__ inline std::uint64_t load_whole(const std::uint64_t* from) {
   return value;
 }
 
-/// What its writer, here or on another GPU, wrote before the word is seen behind this.
+/// After this, writes that its writer, here or on another GPU, made before the word are visible.
 __device__ inline std::uint64_t load_acquire(const std::uint64_t* from) {
   std::uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
   return value;
 }
 
-/// Adds to a word. What this thread wrote before, and what it knows that others wrote, is seen by
-/// whoever acquires the word.
+/// Adds to a word. Earlier writes of this thread, and those that it has observed, are visible to
+/// any thread that acquires the word.
 __device__ inline void count_release(std::uint64_t* word, std::uint64_t more) {
   asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
 }
 
-/// Loads that leave `value` alone unless `wanted`: without a branch, so that several are on their
-/// way at once.
+/// Loads that leave `value` unchanged unless `wanted`: without a branch, so that several can be in
+/// flight.
 __device__ inline void load_volatile_if(bool wanted, const void* from, uint4& value) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n"
@@ -93,12 +93,12 @@ __device__ inline std::uint32_t load_relaxed(const std::uint32_t* word) {
   return value;
 }
 
-/// For words of this GPU's memory that its other threads look at meanwhile.
+/// For words of this GPU's memory that its other threads read concurrently.
 __device__ inline void store_relaxed(std::uint32_t* word, std::uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-/// Brings a line towards the second-level cache; nothing depends on it.
+/// Prefetches a line into L2; nothing depends on it.
 __device__ inline void prefetch(const void* from) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }

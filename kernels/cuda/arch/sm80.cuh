@@ -1,5 +1,5 @@
-// The instructions of sm_80 and later that the portable kernels are built on: mma.sync, ldmatrix,
-// cp.async, ex2. PTX stands here and in its siblings only.
+// The instructions of sm_80 and later that the portable kernels use: mma.sync, ldmatrix, cp.async,
+// ex2. PTX appears only here and in the other files of this folder.
 //
 // Fragments of mma m16n8k16, for lane = 4 g + t (g = 0..7, t = 0..3):
 //   A [16 x 16]  a0: row g, columns 2t 2t+1   a1: row g+8   a2: row g, columns +8   a3: both
@@ -17,13 +17,13 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// Address in the shared window, as ldmatrix and cp.async want it.
+/// Address in the shared window, as ldmatrix and cp.async need it.
 __device__ inline std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// From global to shared memory, asynchronously: the first `bytes` of kBytes (4, 8 or 16), and
-/// zeros behind them.
+/// From global to shared memory, asynchronously: the first `bytes` of kBytes (4, 8 or 16), then
+/// zeros.
 template <int kBytes>
 __device__ inline void copy_async(std::uint32_t to, const void* from, int bytes) {
   if constexpr (kBytes == 16) {
@@ -37,14 +37,14 @@ __device__ inline void copy_async(std::uint32_t to, const void* from, int bytes)
   }
 }
 
-/// 16 bytes; zeros, and no read, where not `valid`.
+/// 16 bytes; zeros, and no read, if not `valid`.
 __device__ inline void copy_async(std::uint32_t to, const void* from, bool valid) {
   copy_async<16>(to, from, valid ? 16 : 0);
 }
 
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
-/// Returns when at most kPending of this thread's committed groups are still under way.
+/// Returns when at most kPending of this thread's committed groups are still in flight.
 template <int kPending>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
@@ -116,7 +116,7 @@ __device__ inline std::uint32_t pack(float low, float high) {
 }
 
 /// Four fp8 numbers to fp16, exactly: the first two, the other two. An instruction of sm_89 and
-/// later: code for others may name this, and does not come here.
+/// later: code for other targets may name this, but must not run it.
 template <bool kE5M2>
 __device__ inline void widen_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high) {
   if constexpr (kTarget < 890)
@@ -133,7 +133,7 @@ __device__ inline void widen_fp8(std::uint32_t four, std::uint32_t& low, std::ui
         : "r"(four));
 }
 
-/// Bytes of shared memory that the launch asked for.
+/// Bytes of dynamic shared memory of the launch.
 __device__ inline int dynamic_shared_bytes() {
   int bytes;
   asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));

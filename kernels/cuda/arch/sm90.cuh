@@ -1,6 +1,6 @@
 // Hopper's own instructions as plain functions: the warpgroup matrix product (wgmma) and the
-// hand-over of registers between warpgroups. Nothing here knows what attention is. Everything needs
-// the target sm_90a.
+// register reallocation between warpgroups. Nothing here depends on attention. Everything needs the
+// target sm_90a.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -58,12 +58,12 @@ __device__ inline void take_registers() {
 //
 // K is 32 bytes: 16 elements of 16 bits, or 32 of e4m3.
 //
-// A thread's share of D (as of a 16-bit A, in pairs) is that of mma.m16n8: of warp w of the four,
+// A thread's share of D (and of a 16-bit A, in pairs) is that of mma.m16n8: in warp w of the four,
 // lane 4 g + t holds in d[4 j + 2 h + e] the element of row 16 w + g + 8 h, column 8 j + 2 t + e.
 // Of an 8-bit A it holds in byte e of a[2 j + h] that of row 16 w + g + 8 h, column 16 j + 4 t + e.
 
-/// Operands in shared memory lie in the 128-byte swizzle, in panels of 128 bytes: rows of a panel
-/// 128 bytes apart, panels `panel_bytes` apart, all aligned to 1024 bytes.
+/// Operands in shared memory use the 128-byte swizzle, in panels of 128 bytes: rows of a panel 128
+/// bytes apart, panels `panel_bytes` apart, all aligned to 1024 bytes.
 __device__ inline std::uint64_t operand(const void* tile, int panel_bytes) {
   constexpr std::uint64_t kSwizzle128 = std::uint64_t{1} << 62;
   constexpr std::uint64_t kEightRows = std::uint64_t{1024 >> 4} << 32;
@@ -75,14 +75,14 @@ __device__ inline std::uint64_t advance(std::uint64_t operand, int bytes) {
   return operand + (bytes >> 4);
 }
 
-/// The same operand, of which the compiler knows nothing: it cannot work out all its steps before a
-/// loop and hold them in registers.
+/// The same operand, opaque to the compiler: it cannot compute all its steps before a loop and hold
+/// them in registers.
 __device__ inline std::uint64_t opaque(std::uint64_t operand) {
   asm volatile("" : "+l"(operand));
   return operand;
 }
 
-/// Before the first product, and after registers that products read or write were touched.
+/// Call it before the first product, and after registers that products read or write were changed.
 __device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 /// Closes a group of products.
 __device__ inline void wgmma_commit() {
@@ -101,15 +101,15 @@ __device__ inline void pin(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-/// The registers hold nothing that anybody reads, so that the compiler keeps none for them until
-/// they are written. No instruction comes of it.
+/// The contents of the registers are dead, so the compiler need not keep them until they are
+/// written. It emits no instruction.
 template <int kCount>
 __device__ inline void forget(float (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(registers[i]));
 }
 
-/// The same number, but the compiler does not know how it came about.
+/// The same number, but the compiler does not know its value.
 __device__ inline int opaque(int number) {
   asm volatile("" : "+r"(number));
   return number;
@@ -186,7 +186,7 @@ struct Product;
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{add}),           \
                  "n"(kTransposed))
 
-// The same of e4m3, which has no transposed operands.
+// The same for e4m3, which has no transposed operands.
 #define LONGSPAN_SHARED_A8(n, registers, outputs, x0, x1, x2)                                  \
   asm volatile("{\n.reg .pred keep;\nsetp.ne.b32 keep, " x2                                    \
                ", 0;\n"                                                                        \
@@ -209,8 +209,8 @@ constexpr bool is_e4m3() {
   return kIs;
 }
 
-// shared: A from shared memory. registers: A from registers. kTransposed: B lies as [16, N] with N
-// innermost (as V does) instead of as [N, 16] (as K does). add = false overwrites D.
+// shared: A from shared memory. registers: A from registers. kTransposed: B is stored as [16, N]
+// with N innermost (like V) instead of as [N, 16] (like K). add = false overwrites D.
 #define LONGSPAN_PRODUCT(n, count, x0, x1, x2, x3, x4, x5, x6)                                     \
   template <>                                                                                      \
   struct Product<n> {                                                                              \

@@ -3,8 +3,8 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// A store that other threads may be making too, of the same value: whoever comes last changes
-/// nothing. It is a plain store; race detectors know it by its name.
+/// A store of a value that other threads may store too: the order does not matter. It is a plain
+/// store; race detectors know it by its name.
 template <class T>
 __device__ inline void store_same(T& to, const T& value) {
   to = value;

@@ -1,4 +1,4 @@
-// The instructions of sm_80 and later that make products of tf32: the rounding and mma.sync.
+// The instructions of sm_80 and later for products of tf32: the rounding and mma.sync.
 //
 // Fragments of mma m16n8k8, for lane = 4 g + t (g = 0..7, t = 0..3):
 //   A [16 x 8]   a0: row g, column t   a1: row g+8   a2: row g, column t+4   a3: both
@@ -10,8 +10,8 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// x rounded to tf32's 10 bits of mantissa, ties away from zero. The instruction cuts a NaN off as
-/// any bits, and one with nothing above the cut (0x7f800001) would become an infinity.
+/// x rounded to tf32's 10 bits of mantissa, ties away from zero. The instruction truncates a NaN
+/// like any bits, so one with no bits set above the cut (0x7f800001) would become an infinity.
 __device__ inline std::uint32_t to_tf32(float x) {
   std::uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(x));

@@ -1,5 +1,5 @@
-// Barriers: of some of a block's warps, and those that copies complete (mbarrier, sm_80). And
-// Hopper's TMA (sm_90). Nothing here knows what attention is.
+// Barriers: among some of a block's warps, and those that copies complete (mbarrier, sm_80). Also
+// Hopper's TMA (sm_90). Nothing here depends on attention.
 #pragma once
 
 #include <cuda.h>
@@ -10,7 +10,7 @@
 
 namespace longspan::kernels::cuda::arch {
 
-// ---- mbarriers: a phase completes when all arrivals and all announced bytes are there ---------
+// ---- mbarriers: a phase completes after all arrivals and all announced bytes -----------------
 
 struct Barrier {
   std::uint64_t word;
@@ -21,7 +21,7 @@ struct Barrier {
   __device__ void arrive() {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
   }
-  /// Arrives, and announces `bytes` that copies will bring before the phase is complete.
+  /// Arrives, and announces `bytes` that copies will deliver before the phase completes.
   __device__ void arrive_expecting(int bytes) {
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
@@ -46,23 +46,23 @@ struct Barrier {
   }
 };
 
-/// Adds an arrival to the current phase, which comes when the copies (copy_async) that this thread
-/// has queued so far are there.
+/// Adds an arrival to the current phase, which occurs when the copies (copy_async) that this thread
+/// has queued so far have completed.
 __device__ inline void expect_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
 
-/// What this thread has written to global memory is seen by TMA too, once the threads
-/// have met.
+/// Makes this thread's writes to global memory visible to TMA too, once the threads have
+/// synchronised.
 __device__ inline void publish_to_tma() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
-/// Makes freshly initialised mbarriers visible to TMA, where there is one; a barrier of
-/// the threads that use them follows.
+/// Makes freshly initialised mbarriers visible to TMA, if there is one; a barrier of the threads
+/// that use them must follow.
 __device__ inline void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -80,7 +80,7 @@ __device__ inline void named_arrive(int id, int threads) {
 
 // ---- TMA -------------------------------------------------------------------------------------
 
-enum class Keep { first_to_go, last_to_go };  // how L2 should treat what is read
+enum class Keep { first_to_go, last_to_go };  // L2 eviction priority of data that is read
 
 template <Keep kKeep>
 __device__ inline std::uint64_t cache_policy() {
@@ -96,8 +96,8 @@ __device__ inline void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// The map's box at (x, y, z), innermost first, into shared memory; its bytes count on `barrier`.
-/// What lies outside the tensor arrives as zeros.
+/// Loads the map's box at (x, y, z), innermost first, into shared memory; its bytes count on
+/// `barrier`. Elements outside the tensor arrive as zeros.
 __device__ inline void load_box(void* to, const CUtensorMap* map, int x, int y, int z,
                                 Barrier* barrier, std::uint64_t policy) {
   asm volatile(
@@ -107,7 +107,7 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, int x, int y, 
       : "memory");
 }
 
-/// The same of a map of five dimensions, of data that is read once.
+/// The same for a map of five dimensions, for data that is read once.
 __device__ inline void load_box(std::uint32_t to, const CUtensorMap* map, int x, int y, int z,
                                 int w, int v, Barrier* barrier) {
   asm volatile(

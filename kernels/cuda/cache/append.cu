@@ -1,5 +1,5 @@
-// Writes new keys and values into this rank's cache. A block takes a row of one tensor, and a
-// thread eight elements of it where eight lie together on both sides, else one.
+// Writes new keys and values into this rank's cache. A block takes a row of one tensor; a thread
+// takes eight elements of it if eight are adjacent on both sides, otherwise one.
 //
 //     cache[slot] = x / scale
 #include "kernels/batch_rows.hpp"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 8;
 
-/// What is copied for one of the two tensors.
+/// The copy for one of the two tensors.
 struct Copy {
   Rows from;
   KvRows to;
@@ -78,7 +78,7 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
     copy_row<1>(p, copy, token, row.offset(copy.to));
 }
 
-/// Whether eight elements lie together, and aligned, at both ends.
+/// Whether eight elements are adjacent, and aligned, at both ends.
 bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
   const int access = access_bytes<kVector>(p.kv_dtype);

@@ -1,5 +1,5 @@
-// Checks the arrays of a request where they lie: a block for each sequence, a thread for each given
-// slot. The first fault of all is kept, across launches too, until the host takes it away.
+// Checks the arrays of a request on the GPU: a block for each sequence, a thread for each given
+// slot. The first fault is kept, across launches too, until the host takes it.
 #include <algorithm>
 
 #include "kernels/cuda/combine/merge.hpp"
@@ -26,7 +26,7 @@ struct Reporter {
   }
 };
 
-/// Claims a slot, and tells whether it was taken before.
+/// Claims a slot, and returns whether it was taken before.
 struct Claim {
   std::uint32_t* claimed;
 

@@ -1,6 +1,6 @@
-// Copies keys and values out of a cache of any form to rows side by side (kernels/copy_keys.hpp). A
-// warp takes a key at a time, and its threads the words of that row: as wide as lie together, and
-// single elements where a page holds the keys of one column side by side.
+// Copies keys and values from a cache of any form to contiguous rows (kernels/copy_keys.hpp). A
+// warp takes a key at a time, and its threads the words of that row: as wide as elements are
+// adjacent, and single elements if a page stores the keys of one column adjacently.
 #include "kernels/copy_keys.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kKeys = 8;               // of a block, at a time
-constexpr int kRounds = 4;             // of keys that a block takes one after the other
+constexpr int kRounds = 4;             // of keys that a block takes one after another
 constexpr unsigned kMostRows = 65535;  // of a grid
 
 /// Copies the keys or the values. threadIdx.y is a key, threadIdx.x its words; blockIdx.y is a

@@ -1,5 +1,5 @@
-// Computes the digest of small arrays (kernels/digest.hpp) in one block, and what a rank says of
-// its run.
+// Computes the digest of small arrays (kernels/digest.hpp) in one block, and a rank's report of its
+// run.
 #include "kernels/cuda/cache/digest.hpp"
 
 #include "kernels/cuda/arch/shared.cuh"

@@ -1,4 +1,4 @@
-// The kernels by which ranks compare what they were given, as host code sees them.
+// The kernels with which ranks compare their arguments, for host code.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,7 +1,7 @@
-// Copies keys and values out of pages of any layout into rows side by side. A block takes 64 keys
-// of some heads. It finds their rows once; then a thread copies four times 16 bytes, all of which
-// it asks for at once, where the layout has them in a row. Where a page holds the keys of one
-// column side by side, they are transposed through shared memory.
+// Copies keys and values from pages of any layout into contiguous rows. A block takes 64 keys of
+// some heads and finds their rows once. If the layout has them contiguous, a thread then copies
+// four times 16 bytes, all requested at once. If a page stores the keys of one column adjacently,
+// they are transposed through shared memory.
 #include "kernels/cuda/cache/gather.hpp"
 
 #include <algorithm>
@@ -21,14 +21,14 @@ namespace {
 constexpr int kKeys = 64;  // of a block
 constexpr int kThreads = 256;
 constexpr int kVector = 8;  // elements of 16 bytes
-constexpr int kAtOnce = 4;  // vectors that a thread asks for at once
+constexpr int kAtOnce = 4;  // vectors that a thread requests at once
 constexpr int kMostDim = 256;
-constexpr unsigned kBlocksOfGpu = 1024;  // more are of no use, as a block keeps 16 KB under way
+constexpr unsigned kBlocksOfGpu = 1024;  // more bring no gain, since a block keeps 16 KB in flight
 constexpr std::size_t kMostRoom = std::size_t{4} << 30;
 
 using Bits = std::uint16_t;  // of an element
 
-/// What is copied of the keys, or of the values.
+/// The copy of the keys, or of the values.
 struct Copy {
   KvRows source;
   Access access;
@@ -64,7 +64,7 @@ struct Block {
   int begin, end, in_pages;
 };
 
-/// Brings the block's share of pages that hold whole groups of keys side by side to rows of `tile`.
+/// Copies the block's share of pages that store whole groups of keys adjacently to rows of `tile`.
 __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* rows,
                           const KvRows& source, std::int64_t of_head, const Block& block, int dim) {
 #pragma unroll 4
@@ -163,7 +163,7 @@ std::int64_t bytes_of_key(const Geometry& p) {
   return std::int64_t{2} * p.kv_heads * p.head_dim * static_cast<std::int64_t>(sizeof(Bits));
 }
 
-/// The bytes of the first keys and, behind them, the ticket.
+/// The bytes of the first keys and, after them, the ticket.
 std::size_t table_bytes(const Geometry& p) {
   return (static_cast<std::size_t>(p.batch.size + 1) * sizeof(std::int64_t) + 255) / 256 * 256;
 }

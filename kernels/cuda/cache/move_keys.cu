@@ -1,5 +1,5 @@
 // Moves keys and values between two places of any form (kernels/move_keys.hpp). A warp takes a run
-// of keys, and its threads the words of a row: as wide as lie together at both places.
+// of keys, and its threads the words of a row: as wide as elements are adjacent at both places.
 #include "kernels/move_keys.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Finds where rows and keys stand when lengths are known on the device only, by prefix sums over
-// the batch with a block scan, a block of sequences at a time.
+// Computes positions of rows and keys if only the device knows lengths, by prefix sums over the
+// batch with a block scan, a block of sequences at a time.
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
@@ -77,7 +77,8 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   if (i < p.capacity) p.map[blockIdx.y * p.capacity + i] = row;
 }
 
-/// Places rows. threadIdx.y is a row, threadIdx.x its words. `Word` divides rows and addresses.
+/// Copies rows to their places. threadIdx.y is a row, threadIdx.x its words. `Word` divides rows
+/// and addresses.
 template <class Word>
 __global__ void place_rows_kernel(const __grid_constant__ PlaceParams p) {
   arch::let_next_kernel_start();

@@ -1,11 +1,10 @@
-// Folds the states of one row that lie in slots, for four columns. A thread loads and folds
-// neighbouring slots, and what threads have folded goes on through shared memory.
+// Folds the states of one row from slots, for four columns. A thread loads and folds neighbouring
+// slots, and the rest of the tree goes through shared memory.
 //
-// All of a thread's states have to be asked for before the first is looked at. The compiler would
-// rather save registers, and then one trip to the second-level cache follows another: for eight
-// states that was four or five. But it keeps volatile loads in their order, and what is looked at
-// first is asked for last. Volatile loads bypass the first-level cache; with four columns side by
-// side that costs nothing.
+// All of a thread's states must be requested before the first is used. The compiler would rather
+// save registers, so that one L2 access follows another: for eight states these were four or five.
+// But it keeps volatile loads in order, so the state that is used first is requested last. Volatile
+// loads bypass L1; with four adjacent columns that costs nothing.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -14,9 +13,9 @@
 
 namespace longspan::kernels::cuda {
 
-/// Gives the root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats` and `o` are those
-/// of the row in the first slot, o from the first column on. holds(i) is false where the ith slot
-/// was not written.
+/// Returns the root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats` and `o` are those
+/// of the row in the first slot, o from the first column on. holds(i) is false if the ith slot was
+/// not written.
 template <int kLevels, class Holds>
 __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
                                const Holds& holds) {
@@ -40,7 +39,7 @@ __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t s
       0);
 }
 
-/// Tells which splits of a plan the kernel before has written.
+/// Which splits of a plan the kernel before has written.
 class TakenSplits {
  public:
   __device__ explicit TakenSplits(const SplitNumbers& numbers)
@@ -65,7 +64,7 @@ struct Waiting {
 };
 
 /// Folds the states of `count` threads, a power of two, into the root of their tree, in the first
-/// of them. `index` is this thread's number among them, `self` its number in the block, where
+/// of them. `index` is this thread's index among them, `self` its index in the block, where
 /// neighbours are `stride` apart. All threads of the block call this, with a barrier between calls.
 template <int kThreads>
 __device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsigned index,

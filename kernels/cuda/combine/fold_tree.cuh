@@ -1,6 +1,6 @@
 // Folds the states of one row in tree order in one thread, for some columns of the row: neighbours
-// first, missing places empty. A binary counter holds pieces in registers; groups of places are
-// loaded before they fold, so that their loads overlap.
+// first, missing entries empty. A binary counter holds pieces in registers. Groups are loaded
+// before they fold, so that their loads overlap.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,8 @@
 
 namespace longspan::kernels::cuda {
 
-inline constexpr int kGroupLevels = 3;  // a thread loads up to 8 places before it folds two
-inline constexpr int kMostLevels = 8;   // up to 256 places
+inline constexpr int kGroupLevels = 3;  // a thread loads up to 8 entries before it folds two
+inline constexpr int kMostLevels = 8;   // up to 256 entries
 
 /// kColumns columns of a state.
 template <int kColumns>
@@ -19,15 +19,14 @@ struct Piece {
   float o[kColumns];
 };
 
-/// newer = merge(older, newer), whose maxima are in `base`. It has the law and the bits of
-/// longspan::fold, by selections instead of branches: merges that do not need each other then go
-/// side by side.
+/// newer = merge(older, newer), whose maxima are in `base`. It gives the bits of longspan::fold,
+/// with selections instead of branches, so that independent merges run in parallel.
 template <int kColumns>
 __device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer,
                              LogBase base = LogBase::two) {
   const Stats a = older.stats, b = newer.stats;
   const bool newer_leads = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
-  const bool alone = is_empty(a) || is_empty(b);  // then what leads is the result
+  const bool alone = is_empty(a) || is_empty(b);  // the side that leads is then the result
   const Stats high = newer_leads ? b : a, low = newer_leads ? a : b;
   const float ratio = fold_ratio(low.max, high.max, base);
   newer.stats.max = is_empty(high) ? -infinity() : high.max;
@@ -40,7 +39,7 @@ __device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newe
   }
 }
 
-/// The state of the subtree over places [place, place + 2^kLevels); load(place) gives a Piece.
+/// The state of the subtree over entries [place, place + 2^kLevels); load(place) gives a Piece.
 template <int kLevels, class Load>
 __device__ auto fold_subtree(const Load& load, int place, LogBase base = LogBase::two) {
   if constexpr (kLevels == 0) {
@@ -53,8 +52,8 @@ __device__ auto fold_subtree(const Load& load, int place, LogBase base = LogBase
   }
 }
 
-/// Adds a group of places to a binary counter: on level k the left half of a subtree of 2^(k+1)
-/// groups waits. `newest` becomes the subtree that the group completes.
+/// Adds a group to a binary counter: on level k the left half of a subtree of 2^(k+1) groups waits.
+/// `newest` becomes the subtree that the group completes.
 template <int kLevel = 0, class Piece>
 __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group,
                       LogBase base) {
@@ -68,7 +67,7 @@ __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newes
   }
 }
 
-/// Gives the root of a tree over 2^levels groups of places; group(i) gives a group's Piece.
+/// Returns the root of a tree over 2^levels groups; group(i) gives a group's Piece.
 template <class Group>
 __device__ auto fold_groups(const Group& group, int levels, LogBase base) {
   using Piece = decltype(group(0));
@@ -81,7 +80,7 @@ __device__ auto fold_groups(const Group& group, int levels, LogBase base) {
   return newest;
 }
 
-/// Gives the root of a tree of `levels` levels; kLevels is the same, or more than kGroupLevels.
+/// Returns the root of a tree of `levels` levels; kLevels is the same, or more than kGroupLevels.
 /// `base`: of the maxima.
 template <int kLevels, class Load>
 __device__ auto fold_tree(const Load& load, int levels, LogBase base = LogBase::two) {

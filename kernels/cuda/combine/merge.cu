@@ -1,5 +1,5 @@
 // Folds the states of one row, from ranks or from splits, in tree order: neighbours first, missing
-// slots empty. A thread carries eight elements of a row of ranks' states and four of splits', and
+// slots empty. A thread handles eight elements of a row of ranks' states and four of splits', and
 // reads 16 bytes at a time.
 #include "kernels/cuda/combine/merge.hpp"
 
@@ -20,9 +20,9 @@ namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kVector = 8;         // elements of a thread
-constexpr int kThreads = 256;      // of a block, at most
-constexpr int kFoldThreads = 256;  // of fold_parts, at most
-constexpr int kFoldLevels = 3;     // a thread of fold_parts folds up to so many levels alone
+constexpr int kThreads = 256;      // most of a block
+constexpr int kFoldThreads = 256;  // most of a fold_parts block
+constexpr int kFoldLevels = 3;     // most levels that a thread of fold_parts folds alone
 constexpr int kFoldVector = 4;     // elements of a thread of fold_parts
 static_assert(kFoldThreads / 8 << kFoldLevels >= kMostSplits);
 using StatePiece = Piece<kVector>;
@@ -38,7 +38,7 @@ __device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_
   return piece;
 }
 
-/// The states of a row by their places in the tree, which stand in slots.
+/// The states of a row in slots, by their index in the tree.
 struct Places {
   const StateSlots& states;
   bool interleaved;
@@ -48,7 +48,7 @@ struct Places {
 
   __device__ StatePiece operator()(int place) const {
     const int slot = interleaved ? reverse_bits(place, levels) : place;
-    // Past the last slot it gives an empty state, after a load that needs no branch.
+    // Past the last slot it returns an empty state, after a load that needs no branch.
     StatePiece piece = load_piece(states, min(slot, states.slots - 1), row, column);
     if (slot >= states.slots) piece.stats = empty_stats();
     return piece;
@@ -65,7 +65,7 @@ __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, i
 
 // ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
 
-/// With `most` > 0, tokens count up to so many of each sequence, and longer sequences are left out.
+/// With `most` > 0, each sequence has up to `most` tokens, and longer sequences are left out.
 template <int kLevels>
 __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__ MergeParams p,
                                                          bool wide, int most) {
@@ -106,12 +106,12 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   arch::let_next_kernel_start();  // an exchange, which then waits here for the states
   const unsigned of_sequence = static_cast<unsigned>(plan.part_tokens);
   int sequence = 0;
-  if (of_sequence > 0) {  // among long sequences, where most rows belong to no short one
+  if (of_sequence > 0) {  // in a batch with long sequences, most rows belong to no short one
     sequence = min(static_cast<int>(row / heads / of_sequence), p.batch.size - 1);
     if (!__syncthreads_or(serves(plan.lengths, p.batch.query_len(sequence, p.tokens)))) return;
   }
-  // The splits' states are loaded first. Rows that no sequence has are scratch of any content, and
-  // go no further.
+  // The splits' states are loaded first. Rows without a sequence hold undefined scratch, and are
+  // not stored.
   const StateSlots& parts = plan.parts;
   const int first = static_cast<int>(threadIdx.y) << kLevels;
   const Stats* stats = parts.stats(first) + min(row, last_row);
@@ -164,8 +164,7 @@ void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
   const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
   const int vectors = p.value_dim / kFoldVector;
-  // A block takes few columns where the splits fill it, so that few rows keep many multiprocessors
-  // busy.
+  // A block takes few columns if the splits fill it, so that few rows occupy many multiprocessors.
   const bool all = rest < 8 && vectors * rest <= kFoldThreads;
   const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));

@@ -1,4 +1,4 @@
-// The kernels around attention, as host code sees them.
+// The kernels around attention, for host code.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,12 +15,11 @@ namespace longspan::kernels::cuda {
 
 void merge(const MergeParams& params, cudaStream_t stream);
 
-/// Does the same for the sequences of up to `most` queries only; rows of the others are not
-/// touched.
+/// The same for sequences of up to `most` queries only; rows of the others are not touched.
 void merge_short(const MergeParams& params, int most, cudaStream_t stream);
 
-/// Does what fold_parts and merge do, in one kernel, where the result needs no other state: the
-/// splits of short sequences become their rows of the result.
+/// fold_parts and merge in one kernel, for results that need no other state: the splits of short
+/// sequences become their rows of the result.
 void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
                          cudaStream_t stream);
 void map_rows(const MapParams& params, cudaStream_t stream);
@@ -31,7 +30,7 @@ void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
 void move_keys(const MoveKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);
-/// Of blocks that do not overlap.
+/// Copies blocks that do not overlap.
 void copy_rows(std::span<const StridedCopy> copies, cudaStream_t stream);
 void pack_states(const PackStatesParams& params, cudaStream_t stream);
 void export_segments(const ExportSegmentsParams& params, cudaStream_t stream);

@@ -1,16 +1,16 @@
-// Finished results over disjoint keys, each out with its lse, become one. Such a pair is the state
-// (lse, 1, out) in the base of its lse, so that
+// Merges finished results over disjoint keys, each an out with its lse, into one. Such a pair is
+// the state (lse, 1, out) in the base of its lse, so that
 //
 //     out = (high + low r) / (1 + r),   r = base^(lse_low - lse_high)
 //
-// for two of them. The kernel for two does little but move memory: a thread takes 16 bytes of a row
-// once or twice, has every load of both sides on its way before it uses one, and writes them once.
-// Rows that 16 bytes do not fit (any dim, any stride) and any other number of parts take the tree
-// of states, further below. So do parts of different types, of fp8, or of another type than the
-// result, in instances that learn the types when they run.
+// for two of them. The kernel for two is bound by memory: a thread takes 16 bytes of a row once or
+// twice, issues every load of both sides before it uses one, and writes them once. Rows that do not
+// divide into 16 bytes (any dim, any stride) and any other number of parts use the tree of states,
+// further below. So do parts of different types, of fp8, or of another type than the result, with
+// instances that get the types at run time.
 //
-// Where a sum of finite terms leaves fp32, it is taken again with its terms scaled (merge_scaled).
-// That is rare, so all else pays only for noticing it.
+// If a sum of finite terms exceeds fp32, it is recomputed with its terms scaled (merge_scaled).
+// That is rare, so the common case only pays for the detection.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -25,19 +25,19 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, at most
+constexpr int kThreads = 256;  // most of a block
 
 template <int kCount>
 __device__ bool all_finite(const float (&values)[kCount]) {
-  float check = 0.0f;  // NaN as soon as one value is not finite
+  float check = 0.0f;  // becomes NaN as soon as one value is not finite
 #pragma unroll
   for (const float value : values) check = fmaf(value, 0.0f, check);
   return check == 0.0f;
 }
 
-/// Computes the elements again that are not finite. That is rare, hence a loop that is not
-/// unrolled, over a copy, so that the values themselves stay in registers. It is no call, since
-/// around a call a kernel would have fewer registers for its loads.
+/// Recomputes the elements that are not finite. That is rare, hence a loop that is not unrolled,
+/// over a copy, so that the values themselves stay in registers. It is not a call, because around a
+/// call a kernel would have fewer registers for its loads.
 template <bool kByInverse, int kCount>
 __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::int64_t token,
                                               int head, int column, float (&values)[kCount]) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void mend_overflow(const MergeOutputsParams& p, std::
 template <class T>
 constexpr std::uint32_t kMinusZero = sizeof(T) == 4 ? 0x80000000u : 0x80008000u;
 
-/// Whether the sum of two elements may leave fp32. fp16 has no elements so large.
+/// Whether the sum of two elements may exceed fp32. fp16 has no elements that large.
 template <class T>
 constexpr bool kCanOverflow = !std::is_same_v<T, __half>;
 
@@ -83,7 +83,7 @@ struct alignas(16) Words {
 };
 
 /// Loads 16 bytes. Every byte of the inputs is read once, so it need not stay in a cache. The loads
-/// do not take the read-only path, since the result may lie where the prefix does.
+/// do not use the read-only path, since the result may overwrite the prefix.
 template <class T>
 __device__ Words<T> load_words(const T* from) {
   const uint4 bits = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -104,12 +104,12 @@ __device__ RowIndex row_index(unsigned row, int heads) {
 // ---- two parts: threadIdx.x, in kVectors steps of the block = 16 bytes of a row; (blockIdx.x,
 // threadIdx.y) = rows ----------------------------------------------------------------------------
 
-/// What a row's elements need of its two lse values.
+/// The factors of a row's elements from its two lse values.
 struct RowMerge {
   Fold fold;
-  float inverse;  // 1 / sum; 0 where both sides are empty
+  float inverse;  // 1 / sum; 0 if both sides are empty
   bool suffix_leads;
-  bool one_side;  // one side alone counts, or none: the lower side does not
+  bool one_side;  // at most one side counts: the lower side does not
   bool empty;
 
   __device__ RowMerge(Stats prefix, Stats suffix, LogBase base)
@@ -117,11 +117,10 @@ struct RowMerge {
         suffix_leads(fold.take == Fold::second || fold.take == Fold::second_high),
         one_side(fold.take == Fold::first || fold.take == Fold::second),
         empty(is_empty(fold.stats)) {
-    inverse = empty ? 0.0f : 1.0f / finish(fold.stats).sum;  // NaN where an lse is one
+    inverse = empty ? 0.0f : 1.0f / finish(fold.stats).sum;  // NaN if an lse is NaN
   }
 
-  /// Merges. A side that does not count becomes -0, which changes no sum, or 0 where both are
-  /// empty.
+  /// Merges. A side that does not count becomes -0, which changes no sum, or 0 if both are empty.
   template <class T>
   __device__ void apply(const Words<T>& prefix, const Words<T>& suffix,
                         float (&values)[Words<T>::kCount]) const {
@@ -140,8 +139,8 @@ struct RowMerge {
   }
 };
 
-/// Does what mend_overflow does, for 16 bytes of a row that has two sides, as a call with copies of
-/// what it takes. Registers are short here, and what is rare must not take some.
+/// The same as mend_overflow, for 16 bytes of a row that has two sides, as a call with copies of
+/// its inputs. Registers are scarce here, and rare code must not use any.
 template <class T>
 __device__ __noinline__ void mend_apart(RowMerge merge, const T* prefix, const T* suffix,
                                         float* values) {
@@ -206,7 +205,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
       store_as(static_cast<T*>(p.out.data) + at + i * step, values);
   }
   if (p.lse.data != nullptr && threadIdx.x == 0) {
-    // A part that is alone hands on its lse as it came.
+    // A single part passes on its lse unchanged.
     *p.lse.at(token, head) = merge.empty || !merge.one_side ? part_lse(merge.fold.stats, p.base)
                              : merge.suffix_leads           ? suffix_lse
                                                             : prefix_lse;
@@ -215,7 +214,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 8 : 6) void merge_two_ker
 
 // ---- any: threadIdx.x, in steps of the block = columns; (blockIdx.x, threadIdx.y) = rows --------
 
-/// Stands for element types that are known only when the kernel runs.
+/// Stands for element types that are known only at run time.
 struct AnyType {};
 
 /// Loads kColumns elements from `from` on, which is aligned to access_bytes.
@@ -308,8 +307,8 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     Piece<kColumns> piece = fold_tree<kLevels>(parts, levels, p.base);
     const Finish finished = finish(piece.stats);
     if constexpr (kLevels == 1) {
-      // This rounds as merge_two_kernel does, so that neither the type of a part nor where the
-      // result lies changes a bit: ranks that merge the same two parts have the same result.
+      // This rounds as merge_two_kernel does, so that neither the type of a part nor the address of
+      // the result changes a bit: ranks that merge the same two parts get the same result.
       const float inverse = 1.0f / finished.sum;
 #pragma unroll
       for (float& o : piece.o) o = finished.sum == 0.0f ? 0.0f : o * inverse;
@@ -329,7 +328,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
       store_as(static_cast<T*>(p.out.data) + at, piece.o);
     if (column == 0) {
       lse = part_lse(piece.stats, p.base);
-      // A part that is alone hands on its lse as it came.
+      // A single part passes on its lse unchanged.
       int filled = 0, last = 0;
       for (int part = 0; part < p.parts; ++part) {
         if (is_empty(parts.stats(part))) continue;
@@ -357,8 +356,8 @@ void for_type(DType dtype, bool plain, const Use& use) {
     use(__nv_bfloat16());
 }
 
-/// Whether the types of all parts, and that of the result but for fp8, are one that has instances
-/// of its own, with nothing to multiply.
+/// Whether all parts, and the result unless it is fp8, have one type with its own instances,
+/// without scales.
 bool is_plain(const MergeOutputsParams& p) {
   const DType dtype = p.in_dtype[0];
   return !is_fp8(dtype) && p.in_scale[0] == nullptr && p.in_scale[1] == nullptr &&
@@ -386,8 +385,8 @@ bool launch_two(const MergeOutputsParams& p, std::int64_t rows, bool writes_read
   constexpr int kCount = Words<T>::kCount;
   if (p.parts != 2 || !fits<kCount>(p)) return false;
   const int vectors = p.dim / kCount;
-  // Two vectors of a thread share what is done once for a row, and keep more loads in flight; but
-  // they pay only where there is enough work to fill the GPU.
+  // Two vectors of a thread share the work per row, and keep more loads in flight; but they pay off
+  // only if there is enough work to fill the GPU.
   const bool two = vectors % 2 == 0 && rows * vectors >= std::int64_t{1} << 19;
   const int columns = two ? vectors / 2 : vectors;
   const dim3 block(columns, kThreads / columns);
@@ -399,9 +398,9 @@ bool launch_two(const MergeOutputsParams& p, std::int64_t rows, bool writes_read
   return true;
 }
 
-/// Calls use(std::integral_constant) with the levels of an instance that takes `levels`. Types that
-/// have instances of their own have one for each number of levels up to kGroupLevels where rows are
-/// whole vectors, fewer where they are not. AnyType has one for two parts and one for all others.
+/// Calls use(std::integral_constant) with the levels of an instance that takes `levels`. Types with
+/// their own instances have one for each number of levels up to kGroupLevels if rows are whole
+/// vectors, fewer otherwise. AnyType has one for two parts and one for all others.
 template <class T, int kColumns, class Use>
 void for_tree(int levels, const Use& use) {
   if constexpr (std::is_same_v<T, AnyType>) {
@@ -466,7 +465,8 @@ void merge_outputs(const MergeOutputsParams& whole, cudaStream_t stream) {
     throw Unsupported("merge of " + std::to_string(whole.parts) + " results: at most " +
                       std::to_string(1 << kMostLevels) +
                       " in one call on CUDA; merge them in groups");
-  // Rows are counted in 32 bits, so each launch has fewer than 2^30 rows; as a rule there is one.
+  // Rows are counted in 32 bits, so each launch has fewer than 2^30 rows; usually one launch
+  // suffices.
   const std::int64_t most = std::max<std::int64_t>((std::int64_t{1} << 30) / whole.heads, 1);
   for (std::int64_t first = 0; first < whole.tokens; first += most) {
     MergeOutputsParams p = whole;

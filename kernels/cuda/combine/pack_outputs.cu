@@ -1,5 +1,5 @@
-// Copies rows and an lse, with any strides, to where they travel from or belong, in the widest word
-// that all of the rows take; and deals states out.
+// Copies rows and an lse, with any strides, to send buffers or to their final place, in the widest
+// word that divides all of the rows; and distributes states.
 #include <algorithm>
 
 #include "kernels/batch_rows.hpp"
@@ -13,9 +13,9 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Tells every rank that this one's attention has ended, and waits until theirs have. It is a
-/// kernel of one block: blocks have no order, so those of a large grid that wait could keep out the
-/// one that tells.
+/// Signals to every rank that this one's attention has ended, and waits until theirs have. It is a
+/// kernel of one block: blocks have no order, so in a large grid the blocks that wait could keep
+/// out the one that signals.
 __global__ void meet_kernel(const __grid_constant__ PutRanks putters) {
   const int rank = static_cast<int>(threadIdx.x);
   if (rank >= putters.ranks || rank == putters.rank) return;

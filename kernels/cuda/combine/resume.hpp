@@ -1,5 +1,5 @@
-// Serves rows that begin from a state (AttendParams::resume) where their kernel cannot: the call's
-// own states are written aside and then folded onto those that stand in the slot.
+// Handles rows that start from a state (AttendParams::resume) if their kernel cannot: the call's
+// own states are written to scratch and then folded into those in the slot.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,8 +9,8 @@
 
 namespace longspan::kernels::cuda {
 
-/// p.state = merge(p.state, aside) for the rows of the sequences that `lengths` serves; other rows
-/// are not touched. A state in p.state that gains nothing is not written.
+/// p.state = merge(p.state, aside) for the rows of the sequences that `lengths` selects; other rows
+/// are not touched. A state in p.state that does not change is not written.
 void fold_onto(const AttendParams& p, Lengths lengths, const StateSlots& aside,
                cudaStream_t stream);
 

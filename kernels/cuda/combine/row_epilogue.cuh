@@ -1,5 +1,5 @@
-// Ends a merged row on CUDA, for every kernel that ends one: sink, division, scale, then the one
-// rounding.
+// The end of a merged row on CUDA, for every kernel that finishes one: sink, division, scale, then
+// the one rounding.
 #pragma once
 
 #include "kernels/cuda/arch/divide.cuh"
@@ -9,9 +9,9 @@
 
 namespace longspan::kernels::cuda {
 
-/// o / sum, or 0 where the sum is 0, as the finish of state.hpp. For ordinary numbers the steps,
-/// and so the bits, are those of the compiler's division: an approximate reciprocal, refined once,
-/// and a quotient corrected once. The compiler tests before each division whether the numbers are
+/// o / sum, or 0 if the sum is 0, like finish in state.hpp. For ordinary numbers the steps, and so
+/// the bits, are those of the compiler's division: an approximate reciprocal, refined once, and a
+/// quotient corrected once. The compiler tests before each division whether the numbers are
 /// ordinary; here all columns share the reciprocal and the test.
 template <int kColumns>
 __device__ void divide(float (&o)[kColumns], float sum) {
@@ -37,8 +37,8 @@ __device__ void divide(float (&o)[kColumns], float sum) {
   }
 }
 
-/// What the end of a row needs beside its state. It is loaded where this is made, which is ahead of
-/// the wait where a state has to be waited for.
+/// Inputs of a row's end other than its state. They are loaded when this is constructed, which is
+/// before a wait for a state, if there is one.
 struct RowEpilogue {
   bool has_sink;
   Stats sink;
@@ -48,7 +48,7 @@ struct RowEpilogue {
     if (has_sink) sink = sink_stats(m.sinks[head]);
   }
 
-  /// Turns the state's columns into the result's, in place, and its statistics into the last ones.
+  /// Turns the state's columns into the result's, in place, and its statistics into the final ones.
   template <int kColumns>
   __device__ void finish(Piece<kColumns>& state) const {
     if (has_sink) {
@@ -62,10 +62,10 @@ struct RowEpilogue {
   }
 };
 
-/// The place of a row's columns from `column` on in the result.
+/// The location in the result of a row's columns from `column` on.
 struct ResultPlace {
   std::int64_t at;  // the element of out
-  float* lse;       // null where this thread writes none
+  float* lse;       // null if this thread writes none
 
   ResultPlace() = default;
   __device__ ResultPlace(const MergeParams& m, std::int64_t token, int head, int column)
@@ -74,8 +74,8 @@ struct ResultPlace {
   }
 };
 
-/// Rounds and stores a finished row; `wide` says that the place is aligned for kColumns elements at
-/// a time. The logarithm is taken after the columns, and only where it is wanted.
+/// Rounds and stores a finished row; `wide` means that the location is aligned for kColumns
+/// elements at a time. The logarithm is computed after the columns, and only if it is wanted.
 template <int kColumns>
 __device__ void store_result(const MergeParams& m, const ResultPlace& place,
                              const Piece<kColumns>& row, bool wide) {
@@ -91,7 +91,7 @@ __device__ void store_result(const MergeParams& m, const ResultPlace& place,
   if (place.lse != nullptr) *place.lse = longspan::finish(row.stats).lse;
 }
 
-/// Stores four elements that are rounded already, and lie in `words` as in memory.
+/// Stores four elements that are already rounded, in their memory order in `words`.
 __device__ inline void copy_elements(const MergeParams& m, const ResultPlace& place, uint4 words,
                                      bool wide) {
   const int size = static_cast<int>(size_of(m.dtype));

@@ -1,12 +1,12 @@
-// Reads what ranks say of the run whose states, or finished parts, a kernel is about to merge.
+// Reads the ranks' reports of the run whose states, or finished parts, a kernel is about to merge.
 #pragma once
 
 #include "kernels/merge_params.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// Whether what was gathered belongs to different runs, which one thread of the grid then reports:
-/// of those that have `reports`, the one in the first block. Nothing else may be written then.
+/// Whether the gathered data belongs to different runs. One thread of the grid then reports it: of
+/// those with `reports`, the one in the first block. Nothing else may be written then.
 __device__ inline bool are_of_different_runs(const RunHeaders& headers, bool reports) {
   if (headers.said == nullptr) return false;
   const int other = headers.differing();

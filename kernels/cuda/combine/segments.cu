@@ -1,10 +1,11 @@
-// Converts states per segment, as serving engines hold them, from our states and to results.
+// Converts longspan's states into states per segment, as serving engines store them, and those into
+// results.
 //
 //     max = m ln 2,  expsum = l,  output = o      (m in base 2; an empty segment: -inf, 0, 0)
 //
-// Back from there they fold in natural units, so that a max of any size is what it was. In the
-// reduction a block takes one row, since rows are few and segments many. It finds the maximum and
-// the sum of all segments first, then adds the weighted outputs.
+// There they fold in natural units, so that a max of any size keeps its value. In the reduction a
+// block takes one row, since rows are few and segments many. It computes the maximum and the sum of
+// all segments first, then adds the weighted outputs.
 #include <algorithm>
 
 #include "kernels/batch_rows.hpp"
@@ -19,7 +20,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kVector = 4;
 
-/// The number of local keys of the sequence that a row belongs to; -1 where the row is left out.
+/// The number of local keys of the sequence that a row belongs to; -1 if the row is left out.
 __device__ std::int64_t local_len_of(const Batch& batch, const Shard& shard, std::int64_t token) {
   const int b = sequence_of_row(batch, token);
   return b < 0 ? -1 : shard.for_sequence(b).local_len(batch.keys(b, shard));
@@ -62,7 +63,7 @@ __global__ __launch_bounds__(kThreads) void export_kernel(
   }
 }
 
-/// Combines the values of all threads of the block. `shared` has a place for each warp.
+/// Combines the values of all threads of the block. `shared` has an entry for each warp.
 template <class Combine>
 __device__ float over_block(float value, float* shared, const Combine& combine) {
   constexpr int kWarps = kThreads / 32;
@@ -81,7 +82,7 @@ __device__ float over_block(float value, float* shared, const Combine& combine) 
 /// The greater of two; fmaxf would lose a NaN.
 __device__ float greater(float a, float b) { return a > b || a != a ? a : b; }
 
-/// Reduces one row. Threads = columns in kCount, times groups that share the segments out.
+/// Reduces one row. Threads = columns in kCount, times groups that share the segments.
 template <int kCount>
 __global__ __launch_bounds__(kThreads) void reduce_kernel(
     const __grid_constant__ ReduceSegmentsParams p, int groups) {

@@ -1,5 +1,5 @@
-// Chooses the number of splits by an estimate of time: pieces of equal size should fill the places
-// of the GPU, as the order's tree can be cut.
+// Chooses the number of splits by an estimate of time: pieces of equal size should fill the GPU's
+// resident slots, within the ways in which the order's tree can be cut.
 #include "kernels/cuda/combine/splits.hpp"
 
 #include <algorithm>
@@ -10,29 +10,29 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kLongSplit = 512;  // keys of a split of long queries, at least: a fold costs traffic
+constexpr int kLongSplit = 512;  // least keys of a split of long queries: a fold costs traffic
 
-/// The part of most_keys that one rank has, were they dealt evenly.
+/// One rank's part of most_keys, if they were distributed evenly.
 std::int64_t most_local_keys(const AttendParams& p) {
   return (most_keys(p) + p.shard.ranks - 1) / p.shard.ranks;
 }
 
-/// The part of a segment's time that is left when hardly any other piece is at work. Short queries
-/// share the memory: half of the places read nearly as fast as all of them.
+/// The part of a segment's time that is left when hardly any other piece is running. Short queries
+/// are bound by memory: half of the slots read nearly as fast as all of them.
 constexpr double kAloneShort = 0.55, kAloneLong = 1.0;
 
 /// A rank's part of the fixed order's tree for the longest sequence, in segments.
 struct Tree {
   double alone;
   std::int64_t segments;
-  std::int64_t leaves, leaf_places = 1;  // places are a power of two, up to half of them empty
-  double piece = 0;                      // what a place's next piece costs beside its keys
+  std::int64_t leaves, leaf_places = 1;  // entries are a power of two, up to half of them empty
+  double piece = 0;                      // the cost of a slot's next piece besides its keys
 
-  /// How long `works` x `splits` pieces take, in the order of their numbers, with `resident` of
-  /// them at work at a time. The unit is a segment in each place. Leaves differ by few segments.
+  /// The time of `works` x `splits` pieces, in the order of their numbers, with `resident` of them
+  /// running at a time. The unit is a segment in each slot. Leaves differ by few segments.
   double time(std::int64_t works, std::int64_t splits, std::int64_t resident) const {
     std::int64_t whole = (segments + splits - 1) / splits, rest = 0;  // segments of pieces
-    std::int64_t wholes = works * splits, rests = 0;                  // the numbers of such pieces
+    std::int64_t wholes = works * splits, rests = 0;                  // numbers of such pieces
     if (splits > leaves) {
       const std::int64_t each = segments / leaves;
       whole = std::max<std::int64_t>(1, leaf_places * leaves / splits);
@@ -44,8 +44,8 @@ struct Tree {
       const double busy = static_cast<double>(active) / static_cast<double>(resident);
       return static_cast<double>(count) * std::max(busy, alone);
     };
-    double sum = -piece;          // the first wave, which there always is, does not pay it
-    while (wholes + rests > 0) {  // a turn is a wave
+    double sum = -piece;          // the first wave, which always exists, does not pay it
+    while (wholes + rests > 0) {  // each turn is a wave
       const std::int64_t a = std::min(wholes, resident), b = std::min(rests, resident - a);
       const std::int64_t together = b > 0 ? rest : 0;
       sum += spent(together, a + b);
@@ -70,7 +70,7 @@ Tree tree_of(const AttendParams& p, Lengths lengths) {
 
 /// Chooses the number of splits with which `works` pieces each take the least time: the smallest
 /// power of two, up to kMostSplits, within 5 % of that time. Splits have `least` keys or more.
-/// `resident` is the number of pieces that the GPU takes at a time.
+/// `resident` is the number of pieces that the GPU runs at a time.
 int choose_splits(std::int64_t works, int resident, const Tree& tree, int least) {
   int best = 1;
   double best_time = std::numeric_limits<double>::infinity();
@@ -87,8 +87,8 @@ int choose_splits(std::int64_t works, int resident, const Tree& tree, int least)
   return best;
 }
 
-/// Cuts further, for pieces that are handed out: up to `pieces` for each place, of `large` segments
-/// at least, so that what a piece costs is little beside it.
+/// Cuts further, for pieces that are handed out dynamically: up to `pieces` per slot, of at least
+/// `large` segments, so that the fixed cost of a piece is small.
 int cut_further(int splits, std::int64_t works, int resident, const Tree& tree, int pieces,
                 int large) {
   while (splits < kMostSplits && works * splits * 2 <= pieces * resident &&
@@ -97,8 +97,8 @@ int cut_further(int splits, std::int64_t works, int resident, const Tree& tree, 
   return splits;
 }
 
-/// The most splits of one sequence whose leaves are cut, enough that its length may decide later
-/// how many are worth it; 0 where its leaves are not cut.
+/// The most splits of one sequence whose leaves are cut, enough for its length to determine later
+/// how many pay off; 0 if its leaves are not cut.
 int most_splits(std::int64_t works, int places, const Tree& tree) {
   std::int64_t splits = tree.leaves;
   while (splits * 2 <= kMostSplits && works * splits <= places && splits < tree.segments)
@@ -106,7 +106,7 @@ int most_splits(std::int64_t works, int places, const Tree& tree) {
   return splits > tree.leaves ? static_cast<int>(splits) : 0;
 }
 
-/// The log2 of the splits of a leaf, up to `most`, with which a place's pieces take the least time.
+/// The log2 of the splits of a leaf, up to `most`, with which a slot's pieces take the least time.
 int worth_of(Tree tree, std::int64_t works, int places, int most) {
   tree.piece = 0.25;  // of a segment
   int best = 0;
@@ -120,7 +120,7 @@ int worth_of(Tree tree, std::int64_t works, int places, int most) {
   return best;
 }
 
-/// Computes SplitNumbers::worth, for leaves that have a place for each fill.
+/// Computes SplitNumbers::worth, with an entry for each fill.
 std::uint64_t worth_of_fills(std::int64_t works, int places, std::int64_t leaves, int most) {
   std::uint64_t worth = 0;
   for (int fill = 0; fill < kFills; ++fill) {
@@ -130,8 +130,8 @@ std::uint64_t worth_of_fills(std::int64_t works, int places, std::int64_t leaves
   return worth;
 }
 
-/// Sets the plan's splits. Where leaves of the tree are cut into several splits each, the first
-/// splits of all leaves are taken first.
+/// Sets the plan's splits. If leaves of the tree are cut into several splits each, the first splits
+/// of all leaves come first.
 void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
   plan.splits = splits;
   plan.numbers = {};
@@ -141,8 +141,8 @@ void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
   plan.numbers.reversed = shard.layout == Layout::interleaved;
 }
 
-/// Plans the splits of several sequences. Where their lengths are about equal, few large pieces are
-/// best; where they differ, all others wait for pieces of the long ones. Lengths are on the device.
+/// Plans the splits of several sequences. If their lengths are about equal, few large pieces are
+/// best; if they differ, all others wait for pieces of the long ones. Lengths are on the device.
 bool plan_shared_splits(std::int64_t works, int places, const Tree& tree, Plan& plan) {
   constexpr int kEvenPieces = 2, kLargeEven = 16, kLargeUneven = 4;
   const int least = choose_splits(works, places, tree, kSegment);
@@ -169,7 +169,7 @@ bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool dec
   }
   const Tree tree = tree_of(p, plan.lengths);
   const auto take = [&](int splits) { take_splits(splits, tree, p.shard, plan); };
-  // A single sequence has pieces of one size, and each place takes the same number of them.
+  // A single sequence has pieces of one size, and each slot runs the same number of them.
   if (decodes && p.batch.size > 1) return plan_shared_splits(works, places, tree, plan);
   const int most = decodes ? most_splits(works, places, tree) : 0;
   if (most == 0) {
@@ -178,7 +178,7 @@ bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool dec
     return false;
   }
   take(most);
-  if (p.batch.kv_len == nullptr) {  // no more splits than its length, which is known, is worth
+  if (p.batch.kv_len == nullptr) {  // at most the splits that pay off for its known length
     take(static_cast<int>(tree.leaves << worth_of(tree, works, places, plan.numbers.leaf_splits)));
     plan.numbers.worth = plan.numbers.leaf_splits * 0x1111'1111'1111'1111;
   } else {

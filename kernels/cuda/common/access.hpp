@@ -1,4 +1,5 @@
-// Tells what of a cache lies together, and so can be read many bytes at a time, on host and device.
+// Which elements of a cache are adjacent, and so can be read many bytes at a time, on host and
+// device.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// What lies together: eight elements of a row, one element of eight keys (V in [pages, kv_heads,
+/// Adjacent elements: eight elements of a row, one element of eight keys (V in [pages, kv_heads,
 /// dim, page]), or neither.
 enum class Access : std::uint8_t { chunks, keys, elements };
 
@@ -40,7 +41,7 @@ constexpr int access_bytes(DType dtype) {
   return bytes < 16 ? bytes : 16;
 }
 
-/// Whether kCount elements at a time of every row of `rows` can be accessed in this way.
+/// Whether kCount elements at a time of every row of `rows` can be accessed like that.
 template <int kCount>
 bool is_aligned(const Rows& rows, DType dtype) {
   const std::int64_t bytes = static_cast<std::int64_t>(size_of(dtype));

@@ -1,6 +1,6 @@
-// ALiBi and qq_bias on scores in registers. A key's column is its position less the context length,
-// the position of the sequence's first query: kernels work it out once for each key of a tile, from
-// the shard, and rows add what it gives them.
+// ALiBi and qq_bias on scores in registers. A key's column is its position minus the context
+// length, the position of the sequence's first query. Kernels compute it once for each key of a
+// tile, from the shard, and rows add the bias for it.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -21,7 +21,7 @@ __device__ inline int key_column(const Geometry& p, const Sequence& sequence, co
   return static_cast<int>(position - sequence.context_len);
 }
 
-/// A row of the sequence's queries, as all ranks count them.
+/// A row of the sequence's queries, as indexed over all ranks.
 struct QueryRow {
   std::int64_t index;
   int head;
@@ -44,7 +44,7 @@ class RowBias {
     return slope_ * alibi_distance(bias_.alibi, index_, column, 0);
   }
 
-  /// The matrix's entry, or 0 outside of it. It has no switch over types, as it stands in unrolled
+  /// The matrix's entry, or 0 outside of it. It has no switch over types, because it is in unrolled
   /// loops.
   __device__ float qq(int column) const {
     const QqBias& qq = bias_.qq;

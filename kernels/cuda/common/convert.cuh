@@ -13,7 +13,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// An OutScale that loads its factor where it is made: early, beside other loads.
+/// An OutScale that loads its factor when it is constructed: early, beside other loads.
 struct LoadedScale {
   float factor = 1.0f;
   bool is_given;

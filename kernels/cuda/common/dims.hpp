@@ -1,4 +1,4 @@
-// The head dims that kernels are instantiated for. Any other multiple of 8 takes the next larger
+// The head dims that kernels are instantiated for. Any other multiple of 8 uses the next larger
 // instance; its missing columns are zeros in shared memory and are not stored.
 #pragma once
 
@@ -17,8 +17,8 @@ auto for_dim(int dim, const Use& use) {
   return use(std::integral_constant<int, 256>{});
 }
 
-/// The same with fewer instances, for the loaders that take anything: they are the largest kernels
-/// by far.
+/// The same with fewer instances, for the loaders that support every layout: they are the largest
+/// kernels by far.
 template <class Use>
 auto for_general_dim(int dim, const Use& use) {
   if (dim <= 64) return use(std::integral_constant<int, 64>{});

@@ -1,5 +1,5 @@
-// Divides by a number that the host knows, by a product and a shift. A division on the device is a
-// long chain of dependent instructions.
+// Divides by a number that the host knows, with a product and a shift. A division on the device is
+// a long chain of dependent instructions.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace longspan::kernels::cuda {
 
 /// Computes n / d for n < 2^31. With 2^(L-1) < d <= 2^L and m = 2^(31+L) / d + 1, the error of n m
-/// / 2^(31+L) is below n / 2^31 of 1 / d: too little to reach the next whole number (Granlund and
+/// / 2^(31+L) is below n / 2^31 of 1 / d: too small to reach the next integer (Granlund and
 /// Montgomery, "Division by Invariant Integers using Multiplication", 1994).
 struct Divisor {
   std::uint32_t value = 1;

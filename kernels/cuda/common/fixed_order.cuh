@@ -1,11 +1,11 @@
-// The fixed order (longspan/order.hpp) on the device. A walk gives the segments of a work tile in
+// The fixed order (longspan/order.hpp) on the device. A walk yields the segments of a work tile in
 // the order of the tree's leaves, and a stack of states folds them.
 //
-// A segment's place in the tree is leaf << bits | t, where 2^bits >= the segments of any leaf: the
+// A segment's index in the tree is leaf << bits | t, where 2^bits >= the segments of any leaf: the
 // trees of the leaves and the tree over the leaves are then one binary tree. Segments that no row
-// sees are left out. Going from place p to place i > p with k = the highest bit of p ^ i, the
-// subtree of 2^k places around p is complete: its states fold, the newest first, and the result
-// waits on level k for its sibling. Missing places therefore keep the bits.
+// sees are left out. Between index p and index i > p, with k = the highest bit of p ^ i, the
+// subtree of 2^k indices around p is complete: its states fold, the newest first, and the result
+// waits on level k for its sibling. Missing indices therefore do not change the bits.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// The most segments that a leaf has. It is computed in 32 bits, as 64-bit divisions take long.
+/// The most segments of a leaf. It is computed in 32 bits, because 64-bit divisions are slow.
 LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   const unsigned total = static_cast<unsigned>(order.total);
   if (!order.interleaved) return static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks);
@@ -26,14 +26,14 @@ LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   return static_cast<int>(total / round * unit + (rest < unit ? rest : unit));
 }
 
-/// The bits of a place that count inside a leaf.
+/// The number of low index bits inside a leaf.
 LONGSPAN_HD inline int leaf_bits(const SegmentOrder& order) {
   return log2_ceil(most_of_leaf(order));
 }
 
-/// Walks over the visible segments of one split, in the order of their places. On a GPU this stands
-/// before the first key of a work tile, so it takes few instructions: the bounds of a leaf are
-/// worked out once, when it is entered, steps inside it add one, and segments and places are
+/// Walks over the visible segments of one split, in the order of their indices. On a GPU this runs
+/// before the first key of a work tile is read, so it uses few instructions: the bounds of a leaf
+/// are computed once, when it is entered, steps inside it add one, and segments and indices are
 /// counted in 32 bits (2^38 keys).
 class SegmentWalk {
  public:
@@ -85,9 +85,9 @@ class SegmentWalk {
  private:
   LONGSPAN_HD static int clamp(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
-  /// The place at which the leaf of the next visible segment begins, for contiguous keys and from a
-  /// leaf of which nothing is visible. A short sequence leaves most leaves empty, and a window
-  /// leaves most of them unseen.
+  /// The index at which the leaf of the next visible segment begins, for contiguous keys and from a
+  /// leaf without visible segments. A short sequence leaves most leaves empty, and a window hides
+  /// most of them.
   LONGSPAN_HD int beyond_nothing() const {
     const int stop = static_cast<int>(order_.begin((leaf_begin_ >> bits_) + 1));
     const int next = stop > low_ ? stop : low_;  // segment
@@ -119,21 +119,23 @@ class SegmentWalk {
 
   SegmentOrder order_;
   int bits_, unit_;
-  int next_, end_;                // places
-  int low_, high_;                // visible local segments; interleaved: their rests in a round
+  int next_, end_;                // indices
+  int low_, high_;                // visible local segments; interleaved: their remainders in a
+                                  // round
   int low_rounds_, high_rounds_;  // interleaved
-  int leaf_begin_, leaf_end_;     // places of the leaf
+  int leaf_begin_, leaf_end_;     // indices of the leaf
   int first_, last_;              // the visible ones of them
-  int base_;                      // contiguous: its first segment; else its number
+  int base_;                      // contiguous: its first segment; otherwise its number
 };
 
-/// The level on which the subtree of place `from` waits when the walk goes on at place `to` > from.
+/// The level on which the subtree of index `from` waits when the walk continues at index `to` >
+/// from.
 LONGSPAN_HD inline int finished_level(std::int64_t from, std::int64_t to) {
   return arch::highest_bit(static_cast<std::uint64_t>(from ^ to));
 }
 
 /// The most states that wait at a time while a sequence of up to `keys` keys folds. In every layout
-/// the occupied places are so dense that one level more than that of a full tree is enough.
+/// the occupied indices are so dense that one level more than for a full tree is enough.
 inline int fold_depth(std::int64_t keys) {
   int depth = 2;
   while ((std::int64_t{1} << (depth - 2)) < segments_of(keys)) ++depth;

@@ -1,11 +1,12 @@
-// Says ahead of time where each state of the fixed order waits for its sibling, for a block that
-// has places nearer than memory. What waits forms a stack. One state may wait in registers, where
-// the next segment's meets it; one near, in shared memory, while one other comes and goes above it;
-// all others wait far away, in memory. In a full tree these are a half, a quarter and a quarter of
-// all states, level by level; in a tree with missing places it is who waits shortest.
+// Plans in advance where each state of the fixed order waits for its sibling, for a block with
+// storage closer than memory. Waiting states form a stack. One state may wait in registers, where
+// the next segment's meets it. One may wait near, in shared memory, while one other comes and goes
+// above it. All others wait far away, in memory. In a full tree these are a half, a quarter and a
+// quarter of all states, level by level. With missing indices, the states that wait shortest are
+// the near ones.
 //
-// Where a state waits changes no bit: who folds with whom is what finished_level says. A walk that
-// is three segments ahead knows it, and one thread's plan serves all who fold.
+// The storage of a waiting state changes no bit: finished_level determines which states fold. A
+// walk that is three segments ahead knows it, and one thread's plan serves all threads that fold.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,10 @@
 
 namespace longspan::kernels::cuda {
 
-/// Where a state waits.
+/// The storage of a waiting state.
 enum class Waits : std::uint8_t { nowhere, held, near, far };
 
-/// What becomes of the state of one segment: it folds with those that wait, the newest first, and
+/// What happens to the state of one segment: it folds with waiting states, the newest first, and
 /// the result waits.
 struct FoldStep {
   std::uint32_t bits = 0;
@@ -29,19 +30,19 @@ struct FoldStep {
 
   LONGSPAN_HD bool takes_held() const { return (bits & 1) != 0; }
   LONGSPAN_HD bool takes_near() const { return (bits & 2) != 0; }
-  /// So many of those that wait far, after the two others.
+  /// The number of far states that it folds with, after the two others.
   LONGSPAN_HD int takes_far() const { return static_cast<int>(bits >> 4); }
-  /// Nowhere after the last segment: it is the state of all.
+  /// Storage of the result; nowhere after the last segment: it is the state of all.
   LONGSPAN_HD Waits then() const { return static_cast<Waits>(bits >> 2 & 3); }
 };
 
 /// Plans step by step.
 class FoldPlanner {
  public:
-  static constexpr int kLast = 31;  // the level of the last segment; no tree is so high
+  static constexpr int kLast = 31;  // the level of the last segment; no tree is that high
 
-  /// Plans what becomes of a segment. `level`, `next`, `after`: the levels on which its subtree and
-  /// those of the two segments behind it are finished (finished_level), or kLast.
+  /// Plans the step of a segment. `level`, `next`, `after`: the levels on which its subtree and
+  /// those of the two segments after it are finished (finished_level), or kLast.
   LONGSPAN_HD FoldStep step(int level, int next, int after) {
     const bool held = held_, near = near_ < level;
     const std::uint32_t below = far_ & ((1u << level) - 1);
@@ -54,7 +55,7 @@ class FoldPlanner {
     } else if (next > level) {
       then = Waits::held;
       held_ = true;
-    } else if (after > level) {  // the next one is held above it, and they go together
+    } else if (after > level) {  // the next one is held above it, and they fold together
       then = Waits::near;
       near_ = level;
     } else {
@@ -71,11 +72,11 @@ class FoldPlanner {
   }
 
   bool held_ = false;
-  int near_ = kLast;       // the level of what waits near; kLast: nothing does
+  int near_ = kLast;       // the level of the state that waits near; kLast: none
   std::uint32_t far_ = 0;  // bit k: a state waits far on level k
 };
 
-/// A walk over the segments of a work tile that gives each of them with what becomes of its state.
+/// A walk over the segments of a work tile that yields each of them with the plan for its state.
 class PlannedWalk {
  public:
   LONGSPAN_HD PlannedWalk(const SegmentOrder& order, const Interval& any)
@@ -89,7 +90,7 @@ class PlannedWalk {
   int segment;    // local
   FoldStep step;  // of its state
 
-  /// Steps to the next segment. It is not called beyond the last one.
+  /// Steps to the next segment. It is not called after the last one.
   LONGSPAN_HD void next() {
     segment = segments_[0];
     step = planner_.step(levels_[0], levels_[1], levels_[2]);
@@ -106,7 +107,8 @@ class PlannedWalk {
     segments_[at] = static_cast<int>(walk_.segment);
     place_ = static_cast<int>(walk_.place);
   }
-  /// Steps the walk to its segment `at`, which says on which level the one before it is finished.
+  /// Steps the walk to its segment `at`, which determines the level on which the one before it is
+  /// finished.
   LONGSPAN_HD void advance(int& level, int at) {
     level = FoldPlanner::kLast;
     if (more_) more_ = walk_.next();
@@ -118,7 +120,7 @@ class PlannedWalk {
   SegmentWalk walk_;
   bool more_;
   int place_ = 0;      // of the walk's segment
-  int segments_[4]{};  // those that come next
+  int segments_[4]{};  // the following ones
   int levels_[3];      // on which they are finished
   FoldPlanner planner_;
 };

@@ -1,6 +1,6 @@
 // States in registers, and the stack on which they wait for their sibling in the fixed order's tree
 // (fixed_order.cuh). Every thread keeps its own part of a state, in memory of the thread block that
-// stays in L2. No thread reads what another one wrote, so the stack needs no barrier.
+// stays in L2. No thread reads another's writes, so the stack needs no barrier.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct ThreadState {
   /// and `row(r)` its scalars.
   template <class Quad, class Row>
   __device__ void merge(const Quad& quad, const Row& row) {
-    // A quad belongs to two rows at most, so two rows at a time keep few numbers in registers.
+    // A quad belongs to at most two rows, so two rows at a time keep few numbers in registers.
 #pragma unroll
     for (int r = 0; r < kRows; r += 2) {
       Fold folds[2];
@@ -56,7 +56,7 @@ struct ThreadState {
   }
 };
 
-/// Stores a thread's part of a state in its place, as vectors that are kThreads apart.
+/// Stores a thread's part of a state, as vectors that are kThreads apart.
 template <int kThreads, class State>
 __device__ inline void store_state(float4* to, const State& state) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ inline void store_state(float4* to, const State& state) {
   for (int q = 0; q < State::kQuads; ++q) to[q * kThreads] = state.quad(q);
 }
 
-/// Computes newest = merge(what store_state left there, newest).
+/// Computes newest = merge(the state that store_state wrote, newest).
 template <int kThreads, class State>
 __device__ inline void merge_state(const float4* from, State& newest) {
   const float4* quads = from + (State::kRows + 1) / 2 * kThreads;
@@ -81,7 +81,7 @@ __device__ inline void merge_state(const float4* from, State& newest) {
                });
 }
 
-/// Multiplies o by the scale of the stored values. This happens to each segment before it folds, so
+/// Multiplies o by the scale of the stored values. This is done to each segment before it folds, so
 /// that the fixed order's bits do not depend on the cut between ranks.
 template <class State>
 __device__ inline void scale_values(State& state, const Scales& scales, int kv_head) {
@@ -118,7 +118,7 @@ class FoldStack {
  private:
   __device__ void fold_below(State& newest, int level) {
     while (waiting_ != 0) {
-      const int lowest = __ffs(static_cast<int>(waiting_)) - 1;  // the newest that waits
+      const int lowest = __ffs(static_cast<int>(waiting_)) - 1;  // the newest waiting state
       if (lowest >= level) return;
       waiting_ &= waiting_ - 1;
       merge_state<kThreads>(at(__popc(waiting_)), newest);

@@ -1,7 +1,7 @@
-// The one way in which kernels start, with typed arguments. A launch reports its own status: the
-// runtime's last error is never asked for, since what stands there may be of a call that failed
-// long before, and was dealt with. Whoever runs these kernels elsewhere, as a simulator on
-// processors does, replaces this header and overlap.hpp.
+// The only function that launches kernels, with typed arguments. A launch reports its own status.
+// It never reads the runtime's last error, which may be of an earlier call whose failure was
+// handled. An environment that runs these kernels elsewhere, such as the simulator on CPUs,
+// replaces this header and overlap.hpp.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,8 +22,7 @@ struct LaunchConfig {
   bool overlaps = false;         // its start may overlap the kernel before it (overlap.hpp)
 };
 
-/// Queues kernel(arguments...). Throws BackendError where the runtime refuses; then nothing is
-/// queued.
+/// Queues kernel(arguments...). Throws BackendError if the runtime refuses; then nothing is queued.
 template <class... Parameters>
 void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& how,
                    const std::type_identity_t<Parameters>&... arguments) {

@@ -1,13 +1,13 @@
 // Loads keys, values and queries into tiles, whatever their layout and type. `plain` is the fast
-// case that nothing else may slow down. The other two loaders decide at run time, by branches that
-// are uniform over the block:
+// path, which nothing else may slow down. The other two loaders decide at run time, by branches
+// that are uniform over the block:
 //
 //     chunks    eight elements of a row lie together: 16-bit ones by cp.async, fp8 by registers
 //     keys      eight keys lie together (V in [pages, kv_heads, dim, page]): they are transposed in
 //               registers
 //     elements  anything else is loaded one by one
 //
-// fp8 becomes T on its way, and exactly so: both of its kinds are subsets of fp16 and of bf16.
+// fp8 becomes T while it is loaded, exactly: both of its types are subsets of fp16 and of bf16.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -60,10 +60,10 @@ __device__ inline uint4 widen_eight(uint2 eight, bool e5m2) {
                     widen_two<T>(eight.y & 0xffff, e5m2), widen_two<T>(eight.y >> 16, e5m2));
 }
 
-// ---- where things are -----------------------------------------------------------------------
+// ---- locations -----------------------------------------------------------------------------
 
-/// Walks over the rows of keys that are `step` apart, and gives where each begins in k or v, in
-/// elements, without a division for each. The block table is read when a row is asked for.
+/// Walks over the rows of keys that are `step` apart, and returns the offset of each in k or v, in
+/// elements, without a division for each. It reads the block table only when a row is requested.
 class KeyWalk {
  public:
   __device__ KeyWalk(const AttendParams& p, const KvRows& source, const Sequence& sequence,
@@ -109,7 +109,7 @@ class KeyWalk {
   int rest_, row_step_, rest_step_ = 0;
 };
 
-/// Tells which keys of a tile some row may see.
+/// Which keys of a tile some row may see.
 struct Wanted {
   const View& view;
   std::int64_t first;
@@ -118,13 +118,13 @@ struct Wanted {
     return view.any.contains(first + row) &&
            (view.table == nullptr || view.positions.contains(view.table[first + row]));
   }
-  /// Whether this is the usual tile, of which all `count` keys are wanted.
+  /// Whether this is the common tile, of which all `count` keys are wanted.
   __device__ bool all(int count) const {
     return view.table == nullptr && first >= view.any.begin && first + count <= view.any.end;
   }
 };
 
-// ---- the three ways -------------------------------------------------------------------------
+// ---- the three loaders ----------------------------------------------------------------------
 
 template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, int dim,
@@ -195,7 +195,7 @@ __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
       for (int j = 0; j < 8; ++j) seen |= wanted(row + j) ? 1u << j : 0u;
     std::uint32_t a[4] = {}, b[4] = {};  // columns d and d + 1 of the eight keys
     if (seen != 0) {
-      // The eight lie in one page: `first` and page sizes are multiples of eight.
+      // The eight are in one page: `first` and page sizes are multiples of eight.
       const std::int64_t offset =
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
       const std::int64_t columns[2] = {offset + source.column(d), offset + source.column(d + 1)};
@@ -326,8 +326,8 @@ __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int d
 }
 
 /// Loads the row tile's queries, packed rows [first, first + kRows), into a tile of T. Rows past
-/// the sequence's last, and columns past p.head_dim, become zeros. The tile is complete when
-/// load_keys says.
+/// the sequence's last, and columns past p.head_dim, become zeros. The tile is complete as
+/// described at load_keys.
 template <class T, int kDim, int kRows, int kThreads, Loader kLoader>
 __device__ inline void load_queries(std::uint32_t tile, const AttendParams& p,
                                     const Sequence& sequence, const TileCoord& work) {

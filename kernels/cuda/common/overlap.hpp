@@ -16,7 +16,7 @@ inline int ptx_version_of(const void* kernel) {
   return attributes.ptxVersion;
 }
 
-/// Launches kKernel(task); its start overlaps the kernel before where `wanted` and its code can.
+/// Launches kKernel(task); it overlaps the kernel before it if `wanted` and if its code can.
 template <auto* kKernel, class Task>
 void launch_overlapping(const Task& task, dim3 grid, dim3 block, bool wanted, cudaStream_t stream) {
   static const bool overlaps =

@@ -1,11 +1,11 @@
-// Where a thread stands in a ring of stages that others fill or empty.
+// A thread's position in a ring of stages that others fill or empty.
 #pragma once
 
 #include <cstdint>
 
 namespace longspan::kernels::cuda {
 
-/// A stage, and the parity of its barriers, if it has any, in this round (CUTLASS has the name).
+/// A stage, and the parity of its barriers, if it has any, in this round (the name is CUTLASS's).
 template <int kStages>
 struct PipelineState {
   int stage = 0;

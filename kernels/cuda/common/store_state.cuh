@@ -1,5 +1,5 @@
-// Stores a row's state, which several lanes hold. Where the row begins from the state that stands
-// there (AttendParams::resume), it first folds with that one.
+// Stores a row's state, which several lanes hold. If the row starts from the state in memory
+// (AttendParams::resume), it first folds with that one.
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"

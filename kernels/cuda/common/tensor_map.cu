@@ -27,8 +27,8 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimensi
   const CUtensorMapDataType type = dtype == DType::fp16   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                           : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  // The driver wants 64 bytes of alignment. GCC 12 does not give them to every slot in which a
-  // caller awaits a result, and so the map is made in a variable that is never such a slot.
+  // The driver requires an alignment of 64 bytes. GCC 12 does not give every return slot that
+  // alignment, so the map is built in a variable that is never a return slot.
   struct {
     CUtensorMap map;
   } made;

@@ -1,6 +1,6 @@
 // A tile of 16-bit rows in shared memory. The 16-byte chunks of a row are permuted by XOR with the
-// row's number, so that ldmatrix (eight rows, one chunk each) and cp.async (eight chunks of one
-// row) both touch all 32 banks. loader.cuh fills tiles from caches in any layout.
+// row's index, so that ldmatrix (eight rows, one chunk each) and cp.async (eight chunks of one row)
+// both touch all 32 banks. loader.cuh fills tiles from caches in any layout.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 namespace longspan::kernels::cuda {
 
 ///
-/// With kPanelRows > 0, so many rows at a time are cut into panels of 64 columns (32 where dim is
-/// no multiple of 64), one after the other. TMA brings them so, and permutes in the same way.
+/// With kPanelRows > 0, each kPanelRows rows are cut into panels of 64 columns (32 if dim is not a
+/// multiple of 64), one after another. This is the layout of TMA, which uses the same permutation.
 template <class T, int kDim, int kPanelRows = 0>
 struct Tile {
   static constexpr int kChunks = kDim / 8;                  // 16-byte chunks in a row
-  static constexpr int kPeriod = kChunks % 8 == 0 ? 8 : 4;  // chunks that change places
+  static constexpr int kPeriod = kChunks % 8 == 0 ? 8 : 4;  // chunks that are permuted
   static constexpr int kPanels = kPanelRows > 0 ? kChunks / kPeriod : 1;
   static constexpr int kRowBytes = kDim * 2 / kPanels;
   static constexpr int kPanelBytes = kPanelRows * kRowBytes;
@@ -47,7 +47,7 @@ __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int di
   const T* base = source.at<const T>(sequence.first_key + first, kv_head);
   if constexpr (kThreads % Layout::kChunks == 0 && kKeys % kStepRows == 0) {
     if (view.table == nullptr) {
-      // The usual tile: a run of keys is wanted. A thread keeps its chunk from row to row.
+      // The common tile: a run of keys is wanted. A thread keeps its chunk from row to row.
       const int chunk = static_cast<int>(threadIdx.x) % kThreads % Layout::kChunks;
       const int row = static_cast<int>(threadIdx.x) % kThreads / Layout::kChunks;
       const auto in_tile = [&](std::int64_t key) {

@@ -1,6 +1,6 @@
 // Work tiles, and what their rows see. The rows of a kv head's group are packed (GQA packing): row
-// r of a sequence is token r / group, head r % group of the group, so that short queries fill a
-// tile and a tile of long ones spans few tokens.
+// r of a sequence is token r / group, head r % group of the group. Short queries thus fill a tile,
+// and a tile of long ones spans few tokens.
 //
 // Positions ascend with the local key index in every layout but `listed`, so the keys that a row
 // may see are an interval of local keys too. It is computed once, and the loops compare local
@@ -16,14 +16,13 @@
 
 namespace longspan::kernels::cuda {
 
-/// Sequences of up to this many query tokens take the decode kernel, whatever the batch around
-/// them.
+/// Sequences of up to this many query tokens use the decode kernel, whatever the rest of the batch.
 inline constexpr int kShortQuery = 16;
 
 /// The most splits of a sequence's keys.
 inline constexpr int kMostSplits = 256;
 
-/// The most sequences whose pieces come by their lengths (Plan::by_length).
+/// The most sequences whose pieces are ordered by length (Plan::by_length).
 inline constexpr int kMostSorted = 128;
 
 /// The sequences of the batch that a launch serves; it skips the others. `short_but_one` are the
@@ -38,7 +37,7 @@ LONGSPAN_HD inline bool serves(Lengths lengths, std::int64_t q_len) {
 struct Sequence {
   int index;                 // in the batch
   std::int64_t first_row;    // of q
-  std::int64_t context_len;  // position of its first query, on whatever rank
+  std::int64_t context_len;  // position of its first query, on any rank
   std::int64_t kv_len;       // on all ranks
   std::int64_t first_key;    // of k and v
   std::int64_t local_len;    // keys on this rank
@@ -52,42 +51,43 @@ LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
 
 inline constexpr int kNever = 0x7fffffff;
 
-/// The splits of a plan that a kernel took, where lengths decide.
+/// The splits of a plan that a kernel used, if lengths decide.
 struct alignas(8) SplitsTaken {
   int leaf_splits;  // log2 of the splits of a leaf; SplitNumbers::leaf_splits at most
   int turns;        // turns of SplitNumbers::split that have keys; other splits are not written
 };
 
-/// How full a tree of 2^levels places is with `total` segments: 0 is half full or less, 15 is full.
+/// How full a tree of 2^levels entries is with `total` segments: 0 is half full or less, 15 is
+/// full.
 inline constexpr int kFills = 16;
 LONGSPAN_HD inline int fill_of(int total, int levels) {
   const int of_32 = static_cast<int>(std::int64_t{total} * 2 * kFills >> levels) - kFills;
   return of_32 < 0 ? 0 : of_32 < kFills ? of_32 : kFills - 1;
 }
 
-/// How the splits of a plan are numbered.
+/// The numbering of the splits of a plan.
 struct SplitNumbers {
-  int leaves = 0;       // log2 of the order's leaves, where each is cut into several splits, or of
-                        // other equal parts of its tree
-  int leaf_splits = 0;  // log2 of the splits of a leaf
-  bool reversed = false;  // leaves with more segments than others come first in reversed bits
-  // Null: all splits are taken. Else decode chooses, and stores here what it took.
+  int leaves = 0;         // log2 of the order's leaves, if each is cut into several splits, or of
+                          // other equal parts of its tree
+  int leaf_splits = 0;    // log2 of the splits of a leaf
+  bool reversed = false;  // leaves with more segments than others come first in bit-reversed order
+  // Null: all splits are used. Otherwise decode chooses, and stores its choice here.
   SplitsTaken* taken = nullptr;
-  bool where_uneven = false;  // it cuts leaves where the lengths of several sequences differ
+  bool where_uneven = false;  // it cuts leaves if the lengths of several sequences differ
   // Otherwise, for one sequence: the leaf_splits, of 4 bits each, that pay off in a tree that is
   // half full (fill_of), 1/32 more, ... full.
   std::uint64_t worth = 0;
 
-  /// The split that comes `turn`th where leaves have 2^few splits each: first the first one of
-  /// every leaf, then the second ones. Where the order's tree is half empty, as beyond a power of
-  /// two, the splits without keys come last.
+  /// The split with index `turn` if leaves have 2^few splits each: first the first one of every
+  /// leaf, then the second ones. If the order's tree is half empty, as just past a power of two,
+  /// the splits without keys come last.
   LONGSPAN_HD int split(int turn, int few) const {
     const int place = turn & ((1 << leaves) - 1);
     const int leaf = reversed ? reverse_bits(place, leaves) : place;
     return leaf << leaf_splits | turn >> leaves << (leaf_splits - few);
   }
 
-  /// What is taken where every leaf is left whole, or every leaf is cut.
+  /// The choice in which no leaf is cut, or every leaf is cut.
   LONGSPAN_HD SplitsTaken all_of(bool cut) const {
     return {cut ? leaf_splits : 0, 1 << (leaves + (cut ? leaf_splits : 0))};
   }
@@ -101,31 +101,32 @@ struct SplitNumbers {
   }
 };
 
-/// How a launch cuts its work into row tiles x kv heads x splits of the keys.
+/// How a launch divides its work into row tiles x kv heads x splits of the keys.
 struct Plan {
   Lengths lengths = Lengths::only_long;
   int tile_rows = 1;       // packed rows in a tile
   int tiles = 1;           // in the batch; an upper bound
   int sequence_tiles = 0;  // > 0: tiles of each sequence; 0: they are packed, see first_tile
   int splits = 1;          // a power of two; each takes an aligned part of the fixed order's tree.
-                           // With AttendParams::parts it is their number, and each has a state
+                           // With AttendParams::parts it is their number, and each has its own
+                           // state
   SplitNumbers numbers;    // of them
   int works = 0;           // tiles x kv heads x splits; some turn out to be empty
-  int by_length = kNever;  // work tiles from here on come by sequences, the longest first
+  int by_length = kNever;  // work tiles from here on are ordered by sequence, the longest first
                            // (decode_order.cuh); row tiles are sequences then
   Divisor by_tiles, by_sequence_tiles, by_kv_heads, by_group;  // of this plan and its call
   Divisor by_late_works;   // of the works from by_length on those of one sequence
   Divisor by_page;         // of keys
-  bool known = false;      // lengths, and all else that the scheduler needs, are parameters
+  bool known = false;      // lengths, and all other inputs of the scheduler, are parameters
   int* ticket = nullptr;   // zero at the start; it hands out the work tiles past the first of each
-                           // block. Decode leaves it zero
+                           // block. Decode resets it to zero
   int depth = 0;           // levels of the fixed order's stack
   float* stack = nullptr;  // [blocks, depth, floats of a block]; see FoldStack
   StateSlots parts;        // splits of one state: [splits] slots of the rows part_row(...)
   int part_tokens = 0;     // > 0: tokens of a sequence in `parts`; 0: its rows are those of q
 };
 
-/// Where a work tile, which one thread block takes, lies.
+/// The location of a work tile, which one thread block takes.
 struct TileCoord {
   int sequence;
   int kv_head;
@@ -135,13 +136,13 @@ struct TileCoord {
   Divisor by_group;    // heads of a kv head
 };
 
-/// The first tile of sequence b where tiles are packed over the batch, with at most one empty tile
-/// for each sequence. It can be computed, and searched, without a prefix sum.
+/// The first tile of sequence b if tiles are packed over the batch, with at most one empty tile for
+/// each sequence. It can be computed, and searched, without a prefix sum.
 LONGSPAN_HD inline std::int64_t first_tile(const Batch& batch, int b, int group, int tile_rows) {
   return batch.first_row(b) * group / tile_rows + b;
 }
 
-/// The splits that a sequence in this order takes.
+/// The splits that a sequence in this order uses.
 LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
                                             const SplitNumbers& numbers) {
   const int total = static_cast<int>(order.total), most = most_of_leaf(order);
@@ -159,9 +160,9 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
 
 LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const Plan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
-  // With short queries the heads of a key come together, as they lie together in memory. With long
-  // ones tiles come together, so that they share keys in L2, and the last one comes first, which is
-  // the heaviest under a causal mask.
+  // With short queries the heads of a key follow each other, since they are adjacent in memory.
+  // With long ones tiles follow each other, so that they share keys in L2; the last one comes
+  // first, because it has the most work under a causal mask.
   const bool heads_first = plan.lengths != Lengths::only_long;
   const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
@@ -214,14 +215,14 @@ LONGSPAN_HD inline Interval intersection(const Interval& a, const Interval& b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
 }
 
-/// The positions that the query at `position` sees. Empty intervals are in order too, so that what
-/// the first and the last row of a run of rows see bounds what all of them see.
+/// The positions that the query at `position` sees. Empty intervals are ordered too, so the views
+/// of the first and the last row of a run of rows bound those of all rows between.
 LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int64_t position,
                                              std::int64_t kv_len) {
   Interval seen = p.visible(b, position, kv_len);
   if (p.documents) {
-    // Rows outside of all documents see nothing. Their empty interval must not stretch a tile's
-    // hull over keys outside, which no row sees.
+    // Rows outside of all documents see nothing. Their empty interval must not extend a tile's hull
+    // over outside keys, which no row sees.
     const std::int64_t count = p.documents.count;
     const Interval held =
         count > 0 ? Interval{p.documents.start[0], p.documents.start[count]} : Interval{0, 0};
@@ -233,8 +234,8 @@ LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int6
   return seen;
 }
 
-/// What the row of a token sees: local keys, or positions when the shard is listed. Where the keys
-/// are cut into parts, only those of part `split` count.
+/// What the row of a token sees: local keys, or positions when the shard is listed. If the keys are
+/// cut into parts, only those of part `split` count.
 LONGSPAN_HD inline Interval row_view(const AttendParams& p, const Sequence& sequence,
                                      std::int64_t token, int split) {
   const std::int64_t position = sequence.context_len + p.query_index(sequence.index, token);
@@ -263,15 +264,15 @@ LONGSPAN_HD inline View tile_view(const AttendParams& p, const Sequence& sequenc
   return view;
 }
 
-/// Whether a row whose view is `row` sees this local key. It is for keys that need a mask.
+/// Whether a row with the view `row` sees this local key. For keys that need a mask.
 LONGSPAN_HD inline bool sees(const View& view, const Interval& row, std::int64_t local_key) {
   return view.table == nullptr
              ? row.contains(local_key)
              : view.any.contains(local_key) && row.contains(view.table[local_key]);
 }
 
-/// The cut of the fixed order's tree that a work tile takes. Parts of the keys take the whole tree,
-/// as their views cut them already. `leaf_splits` is that of SplitsTaken.
+/// The part of the fixed order's tree that a work tile takes. Parts of the keys take the whole
+/// tree, because their views already cut them. `leaf_splits` is that of SplitsTaken.
 struct TreeCut {
   int split, splits;
 };
@@ -293,8 +294,8 @@ LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const Plan& plan, in
   return (first + token) * p.heads + head;
 }
 
-/// The place where the state of a row is stored: the caller's slot, that of the row's part of the
-/// keys, or the slot of a split, which fold_parts folds afterwards.
+/// The destination of a row's state: the caller's slot, that of the row's part of the keys, or the
+/// slot of a split, which fold_parts folds afterwards.
 struct Target {
   std::byte* data;  // of the slot
   std::int64_t rows, row;

@@ -1,20 +1,20 @@
-// Attention of short queries, where reading the keys is the work. Keys are the long side of every
+// Attention of short queries, which is bound by reading the keys. Keys are the long side of every
 // product, so that a group's few rows waste nothing:
 //
 //     S^T = K Q^T     16 keys x 8 rows at a time, a segment of 128 keys in registers
 //     O^T += V^T P^T  P^T is S^T's fragment transposed in registers
 //
 // A block has a scheduler warp, producer warps that load, and four consumer warps that multiply.
-// The consumers share a segment: each takes a quarter of its keys for all rows, hands its maxima
-// and its weights to the others, and then takes a quarter of the values' columns. So a segment is a
-// short chain of work, and all rows of a group, and several new tokens, cost one read.
+// The consumers share a segment: each takes a quarter of its keys for all rows, passes its maxima
+// and its weights to the others, and then takes a quarter of the values' columns. A segment is thus
+// a short chain of work, and all rows of a group, and several new tokens, need one read.
 //
 // A segment's state is small, and segments always fold in the fixed order. A block takes an aligned
-// part of the order's tree (a split), so the number of splits fills the GPU and never changes a
+// part of the order's tree (a split), so the number of splits can fill the GPU without changing a
 // bit. The scheduler is in decode_scheduler.cuh, its order of work tiles in decode_order.cuh, the
 // producer in decode_producer.cuh, and the consumers' operands in decode_operands.cuh.
-// decode_shared.cuh has the shared memory of a block, decode_parts.cuh what consumers hand to each
-// other.
+// decode_shared.cuh has the shared memory of a block, decode_parts.cuh the exchange between
+// consumers.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -36,8 +36,8 @@ namespace longspan::kernels::cuda {
 
 // ---- traits ---------------------------------------------------------------------------------
 
-/// `Stored` is the type of keys and values as they lie in shared memory. fp8 becomes fp16 where a
-/// fragment is loaded: both of its kinds are subsets of fp16.
+/// `Stored` is the type of keys and values in shared memory. fp8 becomes fp16 when a fragment is
+/// loaded: both of its types are subsets of fp16.
 template <class Stored, int kHeadDim, int kRowTileCount, Loader kKeyLoader>
 struct DecodeTraits {
   static constexpr bool kFp8 = kKeyLoader == Loader::any8;
@@ -49,7 +49,7 @@ struct DecodeTraits {
 
   static constexpr int kWarps = 4;  // consumers
   static constexpr int kThreads = 32 * kWarps;
-  // Producer threads: where keys may come one by one, more of them than TMA needs.
+  // Producer threads: more than TMA needs if keys may be loaded one by one.
   static constexpr int kLoaders = kPlain || kRowTileCount > 2 ? 32 : kFp8 ? 64 : 128;
   static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and the scheduler warp
   static constexpr int kRowTiles = kRowTileCount;                 // eight packed rows each
@@ -66,15 +66,15 @@ struct DecodeTraits {
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
   using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
-  // Two blocks share a multiprocessor. It is enough to have 64 KB a block under way; what is left
-  // holds states that wait (kNearLevels), which are large where rows are many.
+  // Two blocks share a multiprocessor. 64 KB in flight per block are enough; the remaining memory
+  // holds waiting states (kNearLevels), which are large if there are many rows.
   static constexpr int kFits = (kRowTiles == 4 ? 48 : 64) * 1024 / kStageBytes;
   static constexpr bool kThreeFit = 3 * kStageBytes <= 80 * 1024;
   static constexpr int kStages = kFits < 3                    ? (kThreeFit ? 3 : 2)
                                  : kFits > 2 * kSegmentStages ? 2 * kSegmentStages
                                                               : kFits;
 
-  // Lanes that load a row, 16 bytes each: a power of two, of which some may have nothing to do.
+  // Lanes that load a row, 16 bytes each: a power of two, of which some may be idle.
   static constexpr int kLanes = kRowBytes <= 64    ? 4
                                 : kRowBytes <= 128 ? 8
                                 : kRowBytes <= 256 ? 16
@@ -92,8 +92,8 @@ struct DecodeTraits {
     __device__ static constexpr int row(int quad, int i) { return quad % kRowTiles * 2 + i % 2; }
   };
   using State = ThreadState<2 * kRowTiles, kOwnSlices * kRowTiles, RowOf>;
-  // Levels of the stack in registers. A register too many is read from memory behind all keys that
-  // are under way.
+  // Levels of the stack in registers. A spilled register is read from memory behind all keys in
+  // flight.
   static constexpr int kLow = State::kVectors <= 5 ? 2 : kRowTiles <= 2 ? 1 : 0;
   using Stack = DecodeStack<State, kThreads, kLow>;
   static constexpr int kNearLevels = 3;  // with eight rows, splits of 32 segments need no memory
@@ -104,7 +104,7 @@ struct DecodeTraits {
 
 // ---- steps ----------------------------------------------------------------------------------
 
-/// Adds ALiBi and qq_bias to the scores. It is not inlined, as it is rare and large.
+/// Adds ALiBi and qq_bias to the scores. It is not inlined, because it is rare and large.
 template <class Traits>
 __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendParams& p,
                                         const DecodeWorkTile& piece, const QueryRow* rows,
@@ -125,7 +125,7 @@ __device__ __noinline__ void add_biases(Scores<Traits>& scores, const AttendPara
     }
 }
 
-/// Products become scores in base 2. `undo`: DecodeQueries::undo.
+/// Turns products into scores in base 2. `undo`: DecodeQueries::undo.
 template <class Traits>
 __device__ __forceinline__ void scale_scores(Scores<Traits>& scores, float scale,
                                              const float* undo) {
@@ -142,8 +142,8 @@ __device__ __forceinline__ void scale_scores(Scores<Traits>& scores, float scale
     }
 }
 
-/// The same where they are capped. It is not inlined, as it is rare and large, and neither is what
-/// masks a segment: the loop over segments has to be fetched all the time.
+/// The same with a softcap. It is not inlined, because it is rare and large, and neither is the
+/// masking of a segment: the instructions of the loop over segments are fetched all the time.
 template <class Traits>
 __device__ __noinline__ void cap_scores(Scores<Traits>& scores, Score score, const float* undo) {
   const int lane = threadIdx.x % 32;
@@ -158,7 +158,7 @@ __device__ __noinline__ void cap_scores(Scores<Traits>& scores, Score score, con
       }
 }
 
-/// Scores of keys that a row does not see become -inf. `rows`: what each sees; `first`: key of the
+/// Sets scores of keys that a row does not see to -inf. `rows`: what each sees; `first`: key of the
 /// segment.
 template <class Traits>
 __device__ __noinline__ void mask_scores(Scores<Traits>& scores, const View& view,
@@ -178,7 +178,7 @@ __device__ __noinline__ void mask_scores(Scores<Traits>& scores, const View& vie
     }
 }
 
-/// Products become scores in base 2, -inf where the row does not see the key. `first`: key of the
+/// Turns products into scores in base 2, -inf if the row does not see the key. `first`: key of the
 /// segment; `slot`: of the work tile.
 template <class Traits>
 __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const AttendParams& p,
@@ -205,8 +205,8 @@ __device__ __forceinline__ void score_segment(Scores<Traits>& scores, const Atte
 }
 
 /// Scores become P^T, the products' second factor for all warps, and stats the segment's maxima and
-/// sums. They are taken in one order: of each tile over a lane's keys and then over the lanes, of a
-/// warp's tiles, of the warps.
+/// sums. They are reduced in one order: in each tile over a lane's keys and then over the lanes,
+/// over a warp's tiles, over the warps.
 template <class Traits>
 __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentParts<Traits>& parts,
                                               Stats (&stats)[2 * Traits::kRowTiles]) {
@@ -266,7 +266,7 @@ __device__ __forceinline__ void weigh_segment(Scores<Traits>& scores, SegmentPar
     for (int j = 0; j < 2; ++j) stats[2 * n + j].sum = whole[n][j];
 }
 
-/// Does what scale_values does, by a scale that is at hand.
+/// The same as scale_values, with a scale that is already loaded.
 template <class State>
 __device__ inline void scale_state(State& state, float scale) {
 #pragma unroll
@@ -312,7 +312,7 @@ __device__ __forceinline__ void consume_segments(const AttendParams& p, const Pl
   const KeyFragments<Traits> key_fragments;
   const ValueFragments<Traits> value_fragments;
   DecodeReader<Traits> reader(shared, ring);
-  PipelineState<Traits::Shared::kPieces> pieces;  // the work tile at hand
+  PipelineState<Traits::Shared::kPieces> pieces;  // the current work tile
   bool first = true;                              // segment of the work tile
   for (PipelineState<Traits::Shared::kSegments> known;; known.advance()) {
     std::uint32_t stage = reader.wait();
@@ -322,7 +322,7 @@ __device__ __forceinline__ void consume_segments(const AttendParams& p, const Pl
     if (first) shared.has_queries[piece].wait(pieces.parity);
     const int level = shared.levels[known.stage];
     Scores<Traits> scores;
-    // Loops over stages are not unrolled: code that has to be fetched costs more.
+    // Loops over stages are not unrolled: more instructions to fetch cost more.
 #pragma unroll 1
     for (int i = 0; i < Traits::kKeyStages; ++i) {
       if (i > 0) stage = reader.wait();
@@ -374,7 +374,7 @@ __global__ __launch_bounds__(Traits::kBlockThreads, 2) void attend_decode_kernel
   if (threadIdx.x >= kScheduler) return DecodeScheduler<Traits>(p, plan, maps, shared).run();
   if (threadIdx.x >= Traits::kThreads) return DecodeProducer<Traits>(p, maps, shared, ring).run();
   arch::wait_for_kernels_before();
-  constexpr int kStack = Traits::kSharedBytes;  // behind it, what the launch adds
+  constexpr int kStack = Traits::kSharedBytes;  // after it, the launch's extra memory
   const int near_levels =
       (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
   typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
@@ -401,7 +401,7 @@ KernelShape decode_for(int dim, std::int64_t rows) {
   const auto shape = [&](auto size) {
     constexpr int kDim = decltype(size)::value;
     if (rows <= 8) return decode_shape<Stored, kDim, 1, kLoader>();
-    if constexpr (kDim <= 128)  // what larger ones would gain is not worth their code
+    if constexpr (kDim <= 128)  // larger ones would gain too little for their code size
       if (rows <= 16) return decode_shape<Stored, kDim, 2, kLoader>();
     return decode_shape<Stored, kDim, 4, kLoader>();
   };

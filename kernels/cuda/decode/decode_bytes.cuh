@@ -1,6 +1,6 @@
 // Loads fp8 keys and values, unconverted, into a stage of the decode kernel from caches of any
-// layout. It is used where TMA cannot bring them, or where some keys of a stage are not wanted. The
-// ways are those of loader.cuh, which says when each of them may be taken.
+// layout. It is used if TMA cannot load them, or if some keys of a stage are not wanted. The
+// methods are those of loader.cuh, which tells when each of them applies.
 #pragma once
 
 #include "kernels/cuda/common/loader.cuh"
@@ -51,7 +51,7 @@ __device__ inline void copy_bytes(std::uint32_t tile, const KvRows& source, cons
   }
 }
 
-/// Loads keys that lie together in eights: four columns at a time, transposed in registers.
+/// Loads keys that are adjacent in eights: four columns at a time, transposed in registers.
 template <class Traits>
 __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
@@ -68,7 +68,7 @@ __device__ inline void transpose_bytes(std::uint32_t tile, const KvRows& source,
       for (int j = 0; j < 8; ++j) seen |= wanted(row + j) ? 1u << j : 0u;
     uint2 column[4] = {};
     if (seen != 0) {
-      // The eight lie in one page: `first` and page sizes are multiples of eight.
+      // The eight are in one page: `first` and page sizes are multiples of eight.
       const std::int64_t offset =
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
 #pragma unroll
@@ -110,9 +110,9 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
   }
 }
 
-/// Loads a stage's keys of one kv head, from local key `first` on, by the producer warps. Keys that
-/// no row of the row tile may see are not read, nor are their page table entries. They, and columns
-/// past p.head_dim, become zeros.
+/// Loads a stage's keys of one kv head, from local key `first` on, with the producer warps. Keys
+/// that no row of the row tile may see are not read, nor are their page table entries. They, and
+/// columns past p.head_dim, become zeros.
 template <class Traits>
 __device__ inline void load_bytes(std::uint32_t tile, const KvRows& source, const AttendParams& p,
                                   int kv_head, const Sequence& sequence, const View& view,

@@ -1,11 +1,11 @@
 // The operands of the decode kernel's products, and the products.
 //
-// 16-bit keys and values go from shared memory into fragments as they are. fp8 ones become fp16
-// there, and no shuffle puts them in place: four bytes that a lane gets are four columns of a key,
-// of which the first two stand where a fragment has its columns 2t and 2t + 1, the others where it
-// has 2t + 8 and 2t + 9. So a product's 16 columns are in another order, and the queries are loaded
-// in that order too (slice_column). For values two bytes are two columns of a key: rows g and g + 8
-// of the product's result are columns 2g and 2g + 1 (result_column).
+// 16-bit keys and values go from shared memory into fragments unchanged. fp8 ones become fp16
+// there, without shuffles: four bytes of a lane are four columns of a key. The first two take the
+// place of columns 2t and 2t + 1 of a fragment, the others that of 2t + 8 and 2t + 9. A product's
+// 16 columns are therefore in another order, and the queries are loaded in that order too
+// (slice_column). For values two bytes are two columns of a key: rows g and g + 8 of the product's
+// result are columns 2g and 2g + 1 (result_column).
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ __device__ inline int result_column(int half) {
   return Traits::kFp8 ? g * 2 + half : half * 8 + g;
 }
 
-/// The slice of dim that is this warp's `own`th of the values.
+/// The slice of dim that is number `own` of this warp's values.
 template <class Traits>
 __device__ inline int own_slice(int own) {
   const int load = own / Traits::kLoadSlices * Traits::kWarps + static_cast<int>(threadIdx.x) / 32;
@@ -44,11 +44,11 @@ template <class Traits>
 struct DecodeQueries {
   uint2 word[Traits::kSlices][Traits::kRowTiles][32];
   // With fp8 keys the queries become fp16. Each row is multiplied by a power of two that brings its
-  // largest element close to the largest fp16, so that bf16's range loses nothing that fp32 sums
-  // would have kept. `undo` is the factor that takes it back.
+  // largest element close to the largest fp16. bf16's range then loses nothing that fp32 sums would
+  // have kept. `undo` is the inverse factor.
   float undo[Traits::kFp8 ? Traits::kRows : 1];
 
-  using Words = std::uint32_t[Traits::kSlices][2];  // a lane's part of a row tile, as it is stored
+  using Words = std::uint32_t[Traits::kSlices][2];  // a lane's part of a row tile, as stored
 
   /// Reads row tile n of a work tile, by one warp.
   template <class Piece>
@@ -68,7 +68,7 @@ struct DecodeQueries {
       }
   }
 
-  /// Turns what `ask` has read into the products' factor.
+  /// Turns the words that `ask` has read into the products' factor.
   __device__ __forceinline__ void put(const AttendParams& p, int n, const Words& words) {
     using T = typename Traits::Element;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -84,7 +84,7 @@ struct DecodeQueries {
   }
 
  private:
-  /// Reads two elements of the queries, as they are stored.
+  /// Reads two elements of the queries, as stored.
   __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at) {
     if constexpr (Traits::kPlain) {
       return *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(p.q.data) +
@@ -137,12 +137,12 @@ struct DecodeQueries {
 };
 
 /// The offsets of a lane's 16-byte columns in a tile of keys, for ldmatrix. A tile begins a
-/// multiple of 16 rows into its stage, so offsets inside it depend on the lane alone; they repeat
+/// multiple of 16 rows into its stage, so offsets inside it depend only on the lane; they repeat
 /// after kPeriod loads, which make a panel.
 template <class Traits>
 class KeyFragments {
  public:
-  /// The four matrices of a load are keys 0 to 7, keys 8 to 15, and the same of the next 16 bytes.
+  /// The four matrices of a load are keys 0 to 7, keys 8 to 15, and the same for the next 16 bytes.
   __device__ KeyFragments() {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -160,11 +160,11 @@ class KeyFragments {
   std::uint32_t column_[kPeriod];
 };
 
-/// The same for the loads of a tile of values that are this warp's.
+/// The same for this warp's loads of a tile of values.
 template <class Traits>
 class ValueFragments {
  public:
-  /// The four matrices of a load are keys 0 to 7, their next 16 bytes, and the same of keys 8 to
+  /// The four matrices of a load are keys 0 to 7, their next 16 bytes, and the same for keys 8 to
   /// 15; with fp8 they are those of KeyFragments.
   __device__ ValueFragments() {
     const int lane = threadIdx.x % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -198,8 +198,8 @@ __device__ __forceinline__ void widen(std::uint32_t four, std::uint32_t& low, st
   }
 }
 
-/// s = K Q^T for 16 keys and all rows. Even and odd slices have a sum each, since a product waits
-/// for the sum that it adds to.
+/// s = K Q^T for 16 keys and all rows. Even and odd slices have separate sums, since a product
+/// waits for the sum that it adds to.
 template <class Traits>
 __device__ __forceinline__ void multiply_keys(float (&s)[Traits::kRowTiles][4], std::uint32_t keys,
                                               const KeyFragments<Traits>& offset,

@@ -1,6 +1,6 @@
 // The order in which the pieces of a batch are handed out. At the end all blocks wait for the last
 // piece, so no piece of a long sequence should begin late. Lengths are on the device: a block sorts
-// the sequences when it first needs their order, while keys are under way. The pieces that blocks
+// the sequences when it first needs their order, while keys are in flight. The pieces that blocks
 // begin with (below Plan::by_length) come in the order of their numbers.
 #pragma once
 
@@ -15,7 +15,7 @@ struct SequenceOrder {
   std::uint8_t sequences[kMostSorted];  // the longest first
 };
 
-/// Sorts the sequences with `threads` threads, which `sync` brings together.
+/// Sorts the sequences with `threads` threads, which `sync` synchronises.
 template <class Sync>
 __device__ __noinline__ void sort_sequences(SequenceOrder& order, const std::int32_t* lengths,
                                             int size, int thread, int threads, const Sync& sync) {
@@ -34,7 +34,7 @@ __device__ __noinline__ void sort_sequences(SequenceOrder& order, const std::int
   sync();
 }
 
-/// The number, for work_of, of the piece that comes `index`th, where index >= Plan::by_length.
+/// The number, for work_of, of the piece with index `index` >= Plan::by_length.
 __device__ inline int sorted_work(const Plan& plan, const SequenceOrder& order, int index) {
   const int late = index - plan.by_length, place = late / plan.by_late_works;
   const int rest = late % plan.by_late_works, kv_heads = static_cast<int>(plan.by_kv_heads.value);

@@ -1,8 +1,8 @@
 // Page lookup in the decode kernel. The scheduler warp looks up the keys of a segment in the block
 // table, for the producers.
 //
-// Under full load a read takes as long as the copies that are queued before it. So entries of the
-// table are copied into shared memory too, some segments ahead, and no warp waits for them.
+// Under full load a read takes as long as the copies queued before it. Entries of the table are
+// therefore also copied into shared memory, some segments ahead, and no warp waits for them.
 #pragma once
 
 #include "kernels/cuda/common/loader.cuh"
@@ -11,7 +11,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// Where a key is stored: its page, and the row in that page.
+/// The location of a key: its page, and the row in that page.
 struct KeyPlace {
   std::int32_t page;  // < 0: no row sees the key, and neither table nor page is read
   std::int32_t row;
@@ -26,14 +26,14 @@ __device__ inline bool is_wanted(const View& view, std::int64_t key) {
 /// Queues the page lookup of a local key that is wanted.
 __device__ inline void find_place(KeyPlace& place, const Pages& pages, const Divisor& by_page,
                                   int sequence, std::int64_t key) {
-  const bool narrow = key >> 31 == 0;  // almost always; a 64-bit division takes long
+  const bool narrow = key >> 31 == 0;  // almost always; a 64-bit division is slow
   const std::int64_t column = narrow ? static_cast<int>(key) / by_page : key / pages.size;
   place.row = static_cast<std::int32_t>(key - column * pages.size);
   const std::int64_t entry = sequence * pages.row_stride + column * pages.column_stride;
   arch::copy_async<4>(arch::shared_address(&place.page), pages.table + entry, 4);
 }
 
-/// Whether keys of pages can be copied from the places that were looked up, 16 bytes at a time.
+/// Whether keys of pages can be copied from looked-up places, 16 bytes at a time.
 template <class Traits>
 __device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {
   constexpr int kBytes = Traits::kFp8 ? 1 : 2;
@@ -42,8 +42,8 @@ __device__ inline bool come_by_places(const KvRows& source, const Pages& pages) 
   return Traits::kFp8 ? in_sixteens(source, pages) : access_of(source, pages, 2) == Access::chunks;
 }
 
-/// Queues the copy of a stage's keys of one kv head into a tile, 16 bytes at a time, from places
-/// that were looked up. Pages, and rows of a page, are less than 4 GiB apart.
+/// Queues the copy of a stage's keys of one kv head into a tile, 16 bytes at a time, from looked-up
+/// places. Pages, and rows of a page, are less than 4 GiB apart.
 template <class Traits>
 __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int dim, int kv_head,
                                    int thread, const KeyPlace* places) {
@@ -65,7 +65,7 @@ __device__ inline void load_places(std::uint32_t tile, const KvRows& source, int
 #pragma unroll
   for (int i = 0; i < kAlike; ++i)
     to[i] = tile + static_cast<std::uint32_t>(Layout::offset(first + i * kStep, chunk));
-  // All places are read before the first copy: the copies keep their order with other accesses, and
+  // All places are read before the first copy: copies keep their order with other accesses, and
   // each would wait for its own place in turn.
   constexpr int kCount = Traits::kStageKeys / kStep;
   constexpr int kBatch = kCount < 8 ? kCount : 8;

@@ -1,5 +1,5 @@
-// The scores of a segment in the decode kernel, and what the consumer warps of a block hand to each
-// other: maxima, sums and weights.
+// The scores of a segment in the decode kernel, and the exchange between the consumer warps of a
+// block: maxima, sums and weights.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// The tile of a segment that is this warp's `own`th.
+/// The tile of a segment that is number `own` of this warp's.
 template <class Traits>
 __device__ inline int own_tile(int own) {
   return own * Traits::kWarps + static_cast<int>(threadIdx.x) / 32;
@@ -25,8 +25,8 @@ template <class Traits>
 struct Scores {
   float s[Traits::kOwnTiles][Traits::kRowTiles][4];
 
-  /// Appends the scores of the next tile. Registers cannot be indexed, so the older ones move
-  /// along.
+  /// Appends the scores of the next tile. Registers cannot be indexed, so the older ones are
+  /// shifted.
   __device__ void push(const float (&newest)[Traits::kRowTiles][4]) {
 #pragma unroll
     for (int own = 0; own < Traits::kOwnTiles; ++own)
@@ -38,8 +38,8 @@ struct Scores {
   }
 };
 
-/// What consumer warps hand to each other, in shared memory. A barrier stands between writers and
-/// readers, and between the readers of a segment and the writers of the next one.
+/// The exchange between consumer warps, in shared memory. A barrier separates writers from readers,
+/// and the readers of a segment from the writers of the next one.
 template <class Traits>
 struct SegmentParts {
   using OfWarps = float2[Traits::kWarps][Traits::kRowTiles][4];  // rows 2t, 2t + 1
@@ -48,11 +48,11 @@ struct SegmentParts {
                [32];  // P^T of a tile, the products' second factor
   OfWarps tops, sums;
 
-  /// Waits until all consumers have come here.
+  /// Synchronises all consumers.
   __device__ static void meet() { arch::named_sync(1, Traits::kThreads); }
 
-  /// Stores a warp's numbers of rows 2t and 2t + 1 of each row tile, which all of its lanes of t
-  /// have.
+  /// Stores a warp's numbers of rows 2t and 2t + 1 of each row tile; all of its lanes of t have
+  /// them.
   __device__ static void put(OfWarps& parts, const float (&own)[Traits::kRowTiles][2]) {
     const int lane = threadIdx.x % 32;
     if (lane >= 4) return;
@@ -60,7 +60,7 @@ struct SegmentParts {
     for (int n = 0; n < Traits::kRowTiles; ++n)
       parts[threadIdx.x / 32][n][lane] = make_float2(own[n][0], own[n][1]);
   }
-  /// Joins all warps' numbers of these rows.
+  /// Reduces all warps' numbers of these rows.
   template <class Join>
   __device__ static void get(const OfWarps& parts, float (&whole)[Traits::kRowTiles][2],
                              const Join& join) {

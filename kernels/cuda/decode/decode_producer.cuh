@@ -1,11 +1,11 @@
 // The producer warps of the decode kernel. The keys and values of all segments that the scheduler
-// names stream through a ring of stages to the consumers. Work tiles follow each other without a
-// gap: the ring does not know where one ends.
+// announces stream through a ring of stages to the consumers. Work tiles follow each other without
+// a gap: the ring does not know where one ends.
 //
-// A segment takes stages for its keys, then for its values, as they are stored. Where all keys of a
-// stage are wanted, or none, and rows are dense, TMA (decode_tensor_maps.hpp) brings one or several
-// tiles of 16 keys by one instruction. Everything else is copied by cp.async, or through registers.
-// A stage's barrier `full` counts both kinds; each consumer warp arrives at `free` when it has read
+// A segment takes stages for its keys, then for its values, as stored. If all keys of a stage are
+// wanted, or none, and rows are dense, TMA (decode_tensor_maps.hpp) loads one or several tiles of
+// 16 keys with one instruction. Everything else is copied by cp.async, or through registers. A
+// stage's barrier `full` counts both kinds; each consumer warp arrives at `free` when it has read
 // the stage.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace longspan::kernels::cuda {
 
-/// Brings the producer warps together.
+/// Synchronises the producer warps.
 template <class Traits>
 __device__ __forceinline__ void sync_loaders() {
   if constexpr (Traits::kLoaders == 32)
@@ -29,7 +29,7 @@ __device__ __forceinline__ void sync_loaders() {
 }
 
 /// Load a stage of which some keys are not wanted, or whose layout is unusual. They are not
-/// inlined, as such stages are rare. The plain one takes its source by value: a function reads
+/// inlined, because such stages are rare. The plain one takes its source by value: a function reads
 /// kernel parameters that it takes by reference from memory.
 template <class Traits>
 __device__ __noinline__ void load_plain_apart(std::uint32_t tile, Rows source, int dim,
@@ -57,13 +57,13 @@ __device__ __noinline__ void load_places_apart(std::uint32_t tile, const KvRows&
   load_places<Traits>(tile, source, dim, kv_head, thread, places);
 }
 
-/// New keys are this rank's last ones: none of them stands before this local key.
+/// New keys are this rank's last ones: none of them is before this local key.
 __device__ inline std::int64_t first_new_key(const Sequence& sequence) {
   return sequence.local_len - (sequence.kv_len - sequence.context_len);
 }
 
 /// Writes the new keys of the segment that begins at local key `first`, and their values, into the
-/// cache. Every work tile over these keys does so ahead of its own reads, and all write the same.
+/// cache. Every work tile over these keys does so before its own reads, and all write the same.
 template <class Traits>
 __device__ __noinline__ void write_new_keys(const AttendParams& p, const DecodeWorkTile& piece,
                                             std::int64_t first, int thread) {
@@ -125,12 +125,12 @@ class DecodeProducer {
       box_page_ = first.page;
       write_new();
       queue(true);
-      sync_loaders<Traits>();  // none is a round of the ring ahead of the others
+      sync_loaders<Traits>();  // no thread gets a round of the ring ahead of the others
       queue(false);
       __syncwarp();
       if (thread_ % 32 == 0) shared_.loaded[ahead.stage].arrive();
     }
-    // A stage that belongs to no segment tells the consumers to end.
+    // A stage without a segment tells the consumers to end.
     wait_free();
     if (thread_ == 0) shared_.full[at_.stage].arrive();
   }
@@ -147,7 +147,7 @@ class DecodeProducer {
     }
   }
 
-  /// Queues the stages of the keys, or of the values, of the segment in load.
+  /// Queues the stages of the keys, or of the values, of the segment in load_.
   __device__ __forceinline__ void queue(bool keys) {
 #pragma unroll 1
     for (int stage = 0; stage < Traits::kKeyStages; ++stage, at_.advance()) load(stage, keys);
@@ -178,9 +178,9 @@ class DecodeProducer {
     if (thread_ == 0) full.arrive();
   }
 
-  /// Loads a stage by TMA. A box is asked for by the lane whose number is that of the box's first
-  /// tile in the segment. Other warps do not wait: the stage may be full and free again before a
-  /// late one looks.
+  /// Loads a stage by TMA. The lane whose index is that of the box's first tile in the segment
+  /// issues the box. Other warps do not wait: the stage may be full and free again before a late
+  /// one looks.
   __device__ __forceinline__ void load_box(std::uint32_t tile, const CUtensorMap* map, int stage,
                                            arch::Barrier& full) {
     if constexpr (arch::kTarget >= 900) {
@@ -204,9 +204,9 @@ class DecodeProducer {
   const int thread_ = static_cast<int>(threadIdx.x) - Traits::kThreads;
   PipelineState<Traits::kStages> at_;             // the stage to fill next
   DecodeSegment load_;                            // the segment being loaded
-  const KeyPlace* places_;                        // where its keys lie
+  const KeyPlace* places_;                        // places of its keys
   bool by_place_k_ = false, by_place_v_ = false;  // keys, values are copied from these places
-  std::int32_t box_row_, box_page_;               // in lane i: where tile i lies
+  std::int32_t box_row_, box_page_;               // in lane i: the place of tile i
 };
 
 }  // namespace longspan::kernels::cuda

@@ -1,9 +1,9 @@
-// The scheduler warp of the decode kernel. It finds one work tile (a piece) after the other, brings
-// its queries, and names its segments to the producers, some segments ahead of them. To find a
-// piece takes long: it reads lengths, and works out what the row tile sees and which part of the
-// fixed order's tree it has. A block is resident about a microsecond before the kernels before it
-// have ended, and uses that time: it waits for them only where it first reads memory, which is late
-// where the lengths are parameters.
+// The scheduler warp of the decode kernel. It finds one work tile (a piece) after another, loads
+// its queries, and announces its segments to the producers, some segments ahead. Finding a piece
+// takes long: it reads lengths, and computes what the row tile sees and its part of the fixed
+// order's tree. A block is resident about a microsecond before the kernels before it have ended,
+// and uses that time. It waits for them only before its first read of memory, which is late if the
+// lengths are parameters.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -26,7 +26,7 @@ __device__ inline void store_empty(const AttendParams& p, const Plan& plan,
   }
 }
 
-/// The number of pieces that have keys; those without come behind them.
+/// The number of pieces that have keys; those without come last.
 __device__ inline int works_of(const Plan& plan, const SplitsTaken& taken) {
   return taken.turns * static_cast<int>(plan.by_tiles.value * plan.by_kv_heads.value);
 }
@@ -52,7 +52,7 @@ class DecodeScheduler {
     __syncwarp();
   }
 
-  /// Names the segments of all pieces, and then that there are no more.
+  /// Announces the segments of all pieces, and then the end.
   __device__ __forceinline__ void run() {
     for (PipelineState<Shared::kPieces> to;; to.advance()) {
       shared_.done[to.stage].wait(to.parity ^ 1);
@@ -65,7 +65,7 @@ class DecodeScheduler {
   }
 
  private:
-  /// Finds the next piece that has a segment; false where none is left.
+  /// Finds the next piece that has a segment; false if none is left.
   __device__ __forceinline__ bool find(int slot) {
 #pragma unroll 1
     for (;;) {
@@ -75,17 +75,17 @@ class DecodeScheduler {
     }
   }
 
-  /// Fills the slot with a work tile, and moves the walk to its first segment. Returns false where
-  /// it has none. It is inlined although it is large: a function reads kernel parameters that it
-  /// takes by reference from memory, one slow load after the other, before the first key can be
-  /// asked for.
+  /// Fills the slot with a work tile, and moves the walk to its first segment. Returns false if it
+  /// has none. It is inlined although it is large: a function reads kernel parameters that it takes
+  /// by reference from memory, one slow load after another, before the first key can be requested.
   __device__ __forceinline__ bool take(int slot, int index) {
     static_assert(Traits::kRows <= 32);
     TileCoord work = work_of(p_, plan_, index);
     if (!plan_.known) arch::wait_for_kernels_before();
-    const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths come with the query's
+    const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths are loaded with the
+                                                               // query's
     if (work.rows == 0) return false;
-    // One query without a window sees every key, and no view has to be worked out.
+    // One query without a window sees every key, so no view needs to be computed.
     const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
                           !p_.documents && !p_.parts && p_.shard.layout != Layout::listed;
     if (thread_ < Traits::kRows) {
@@ -133,8 +133,8 @@ class DecodeScheduler {
     return false;
   }
 
-  /// Names all segments of the piece in the slot, and brings its queries. The first segment is
-  /// named before anything else, since its keys take longest; its level follows with the queries.
+  /// Announces all segments of the piece in the slot, and loads its queries. The first segment is
+  /// announced first, since its keys take longest; its level follows with the queries.
   __device__ __forceinline__ void say_segments(int slot) {
     DecodeQueries<Traits>& queries = shared_.queries[slot];
     const DecodeWorkTile& piece = shared_.piece[slot];
@@ -163,12 +163,13 @@ class DecodeScheduler {
     }
   }
 
-  /// The level of the segment at `place`, once the walk has gone past it. `more`: it has not ended.
+  /// The level of the segment at index `place`, once the walk has passed it. `more`: it has not
+  /// ended.
   __device__ __forceinline__ int level_of(std::int64_t place, bool more) const {
     return more ? finished_level(place, walk_.place) : Traits::Stack::kAll;
   }
 
-  /// Names a segment and the places of its keys to the producers; index < 0 says that none is left.
+  /// Announces a segment and the places of its keys to the producers; index < 0 announces the end.
   __device__ __forceinline__ void say(int slot, int index) {
     shared_.loaded[ahead_.stage].wait(ahead_.parity ^ 1);
     DecodeSegment segment{index, static_cast<std::int16_t>(slot), 0, 0};
@@ -193,8 +194,8 @@ class DecodeScheduler {
     known_.advance();
   }
 
-  /// Queues the page lookup of the segment that begins at local key `first`: of the keys that TMA
-  /// boxes begin with, or of all. `whole`: all of them are wanted.
+  /// Queues the page lookup of the segment that begins at local key `first`: for the keys at which
+  /// TMA boxes begin, or for all. `whole`: all of them are wanted.
   __device__ __forceinline__ void look_up(KeyPlace (&places)[Shared::kPlaces], std::int64_t first,
                                           bool whole) {
     if (!Traits::kPlain && p_.pages) {
@@ -228,7 +229,7 @@ class DecodeScheduler {
     return least < most - most / 8;
   }
 
-  /// The number, for work_of, of the piece that comes `index`th.
+  /// The number, for work_of, of the piece with index `index`.
   __device__ __forceinline__ int number_of(int index) {
     if (index < plan_.by_length || (plan_.numbers.where_uneven && !uneven_)) return index;
     if (shared_.order.size == 0)
@@ -237,8 +238,8 @@ class DecodeScheduler {
     return sorted_work(plan_, shared_.order, index);
   }
 
-  /// Draws the index of the next piece: first the block's own, then whatever is next for the block
-  /// that is free. A ticket is drawn one piece early, so that no warp waits for it.
+  /// Draws the index of the next piece: first the block's own, then the next free one. A ticket is
+  /// drawn one piece early, so that no warp waits for it.
   __device__ __forceinline__ int draw() {
     const int blocks = static_cast<int>(gridDim.x);
     int index;
@@ -248,8 +249,8 @@ class DecodeScheduler {
       index = index_ += blocks;
     else
       index = __shfl_sync(~0u, ticket_, 0);
-    // Each block draws once for each of its pieces and once in vain, so that the counter is zero
-    // again after the last draw of all blocks.
+    // Each block draws once for each of its pieces and once without success, so that the counter is
+    // zero again after the last draw of all blocks.
     if (plan_.ticket != nullptr && thread_ == 0)
       ticket_ = blocks + static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(plan_.ticket),
                                                     static_cast<unsigned>(works_ + blocks - 1)));
@@ -259,18 +260,18 @@ class DecodeScheduler {
   const AttendParams& p_;
   const Plan& plan_;
   Shared& shared_;
-  PipelineState<Shared::kAhead> ahead_;     // of the segment named next, in the producers' ring
+  PipelineState<Shared::kAhead> ahead_;     // of the segment announced next, in the producers' ring
   PipelineState<Shared::kSegments> known_;  // the same in the consumers' ring
-  SegmentWalk walk_;                        // over the piece at hand
+  SegmentWalk walk_;                        // over the current piece
   View view_;
   int first_whole_ = 0, last_whole_ = 0;  // all keys of segments [first, last) are wanted
   std::int64_t first_key_ = 0;
   int sequence_ = 0;
-  int works_;            // pieces that have keys, where that is known; else all pieces
+  int works_;            // pieces that have keys, if known; otherwise all pieces
   bool uneven_ = false;  // lengths_differ()
   bool all_places_;      // keys are copied one by one, so each is looked up
   const int thread_ = static_cast<int>(threadIdx.x) % 32;
-  int index_ = -1;  // of the last piece that came without a ticket
+  int index_ = -1;  // of the last piece that was drawn without a ticket
   int ticket_ = 0;  // of thread 0: the ticket of the next piece
 };
 

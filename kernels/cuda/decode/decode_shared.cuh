@@ -1,8 +1,8 @@
 // The shared memory of a block of the decode kernel, which three kinds of warps use: the scheduler
-// finds work tiles and names their segments (decode_scheduler.cuh), the producers load them
-// (decode_producer.cuh) and the consumers multiply (attend_decode.cuh). They are coupled by rings
-// of pieces (work tiles), of segments and of stages. Each place of a ring has a barrier that tells
-// when it may be read, and one that tells when it may be filled again.
+// finds work tiles and announces their segments (decode_scheduler.cuh), the producers load them
+// (decode_producer.cuh) and the consumers multiply (attend_decode.cuh). Rings of pieces (work
+// tiles), of segments and of stages couple them. Each entry of a ring has a barrier for "may be
+// read", and one for "may be filled again".
 #pragma once
 
 #include "kernels/cuda/arch/tma.cuh"
@@ -18,15 +18,15 @@ namespace longspan::kernels::cuda {
 
 /// A segment of a work tile.
 struct DecodeSegment {
-  std::int32_t index;         // local; < 0: there is none, and the block is done
+  std::int32_t index;         // local; < 0: no segment is left, and the block is done
   std::int16_t piece;         // slot of its work tile
   std::int8_t apart, aparts;  // the first stage of its keys, and of its values, that TMA does not
-                              // bring, and the number of such stages
+                              // load, and the number of such stages
 
   __device__ explicit operator bool() const { return index >= 0; }
 };
 
-/// What the warps know of a work tile.
+/// What the warps share about a work tile.
 struct DecodeWorkTile {
   TileCoord work;
   Sequence sequence;
@@ -34,13 +34,13 @@ struct DecodeWorkTile {
   float score_scale, value_scale;  // of the kv head; the plain loader leaves them unset
 };
 
-/// The shared memory of a block beside its ring of stages.
+/// The shared memory of a block besides its ring of stages.
 template <class Traits>
 struct alignas(16) DecodeShared {
-  // Work tiles that some warp may look at: one whose state is being stored, and those found since.
+  // Work tiles that some warp may read: one whose state is being stored, and those found since.
   static constexpr int kPieces = sizeof(DecodeQueries<Traits>) > 8 * 1024 ? 2 : 3;
-  // kAhead counts the segment that is being loaded and those named ahead of it. The consumers are
-  // up to two segments behind it.
+  // kAhead counts the segment that is being loaded and those announced ahead of it. The consumers
+  // are up to two segments behind it.
   static constexpr int kAhead = 4, kSegments = 8;
   static_assert(Traits::kStages <= 2 * Traits::kSegmentStages && kAhead + 2 < kSegments);
   // Keys of a segment whose places are looked up.
@@ -55,12 +55,12 @@ struct alignas(16) DecodeShared {
 
   DecodeSegment segments[kSegments];
   int levels[kSegments];  // the level of DecodeStack on which a segment's state waits; that of a
-                          // work tile's first segment is set when its queries are
+                          // work tile's first segment is set with its queries
   KeyPlace places[kAhead][kPlaces];
   arch::Barrier known[kAhead], loaded[kAhead];
 
   arch::Barrier full[Traits::kStages], free[Traits::kStages];
-  SequenceOrder order;  // the scheduler's alone
+  SequenceOrder order;  // used only by the scheduler
 
   __device__ void init() {
     if (threadIdx.x < Traits::kStages) {
@@ -79,7 +79,7 @@ struct alignas(16) DecodeShared {
   }
 };
 
-/// A consumer warp's way round the ring of stages.
+/// A consumer warp's iteration over the ring of stages.
 template <class Traits>
 class DecodeReader {
  public:
@@ -91,7 +91,7 @@ class DecodeReader {
     shared_.full[at_.stage].wait(at_.parity);
     return ring_ + at_.stage * Traits::kStageBytes;
   }
-  /// Hands the stage back: this warp has read it.
+  /// Releases the stage: this warp has read it.
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared_.free[at_.stage].arrive();

@@ -1,10 +1,10 @@
 // The fixed order's stack in the decode kernel. States that wait on the lowest kLow levels stay in
 // registers, each level in its own. Those of the next levels are in shared memory, as many as the
-// launch has room for, and only the rest is in global memory: a read from there waits behind all
-// the keys that are under way, and drains the ring. Of the folds of a full tree, one in 2^(levels
-// before it) reads global memory. Everywhere the lowest level folds first, so the order is the
-// same. All lanes of t have rows 2t and 2t + 1 of each row tile; outside of registers their scalars
-// are stored once a warp.
+// launch has room for. Only the rest is in global memory: a read from there waits behind all keys
+// in flight, and drains the ring. Of the folds of a full tree, one in 2^(levels before it) reads
+// global memory. The lowest level always folds first, so the order is the same everywhere. All
+// lanes of t have rows 2t and 2t + 1 of each row tile; outside of registers their scalars are
+// stored once a warp.
 #pragma once
 
 #include "kernels/cuda/common/fold_stack.cuh"
@@ -18,12 +18,12 @@ class DecodeStack {
   static_assert(State::kRows % 2 == 0);
 
  public:
-  /// Bytes of one state of one thread block, in shared memory as in memory.
+  /// Bytes of one state of one thread block, the same in shared and in global memory.
   static constexpr std::size_t kStateBytes =
       std::size_t{16} * (State::kQuads * kThreads + kPairs * kThreads / kLanesOfRow);
 
   /// near: [near_levels] states of the block in shared memory; stack: [gridDim.x, depth] of them in
-  /// memory, `depth` being the most that wait at a time.
+  /// global memory, `depth` being the most that wait at a time.
   __device__ DecodeStack(void* near, int near_levels, float* stack, int depth)
       : near_(static_cast<float4*>(near)),
         far_(reinterpret_cast<float4*>(stack) +
@@ -32,8 +32,9 @@ class DecodeStack {
 
   static constexpr int kAll = 32;  // the level above all others
 
-  /// Makes `newest` the state of its subtree of 2^level places, which waits on that level. On level
-  /// kAll it becomes the state of everything since the last such call, and nothing waits any more.
+  /// Makes `newest` the state of its subtree of 2^level indices, which waits on that level. On
+  /// level kAll it becomes the state of everything since the last such call, and nothing waits any
+  /// more.
   __device__ __forceinline__ void fold(State& newest, int level) {
     fold_low(newest, level);
     if (level > kLow) fold_rest(newest, level);
@@ -57,7 +58,7 @@ class DecodeStack {
   __device__ __forceinline__ static void store(float4* level, const State& state) {
 #pragma unroll
     for (int q = 0; q < State::kQuads; ++q) quad(level, q) = state.quad(q);
-    // The place held another state, whose scalars all lanes have read and four lanes now overwrite.
+    // The slot held another state, whose scalars all lanes have read and four lanes now overwrite.
     // In global memory it is the state that this call folded last, since it has as many above it;
     // in shared memory it is one that an earlier call folded.
     __syncwarp();
@@ -69,8 +70,8 @@ class DecodeStack {
     }
   }
 
-  /// The place of a level. A sparse tree has more levels than `depth`, but not more waiting states:
-  /// in global memory a state's place is the number of states that wait above it.
+  /// The slot of a level. A sparse tree has more levels than `depth`, but not more waiting states:
+  /// in global memory a state's slot is the number of states that wait above it.
   __device__ float4* at(int level) const {
     const int i = level - kLow;
     return i < near_levels_ ? near_ + i * kLevel

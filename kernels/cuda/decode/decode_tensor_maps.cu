@@ -9,7 +9,7 @@ namespace {
 /// bytes are fewer than 2^31 on any GPU.
 constexpr std::int64_t kAny = std::int64_t{1} << 31;
 
-/// Elements, of `bytes` each, of a panel: 128 bytes, or 64 where the dim is no multiple of 128.
+/// Elements, of `bytes` each, of a panel: 128 bytes, or 64 if the dim is not a multiple of 128.
 int panel_of(int dim, std::int64_t bytes) {
   return static_cast<int>((dim * bytes % 128 == 0 ? 128 : 64) / bytes);
 }

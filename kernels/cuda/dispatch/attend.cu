@@ -1,6 +1,6 @@
-// Queues attention: the family that serves a kind of sequences has its launch. Short and long
-// sequences take different kernels, and each launch serves its own kind and skips the other, so
-// nothing needs to be known of lengths that are still on the device.
+// Queues attention: the family that serves a kind of sequences has its own launch. Short and long
+// sequences use different kernels, and each launch serves its own kind and skips the other, so the
+// host need not know lengths that are on the device.
 #include "kernels/cuda/dispatch/attend.hpp"
 
 #include <algorithm>
@@ -59,7 +59,7 @@ void check_scratch(std::size_t needed, std::size_t given) {
                      std::to_string(given) + ": plan for these tokens, sequences and lengths");
 }
 
-/// Queues the attention alone: splits stay as they are.
+/// Queues only the attention: splits stay as they are.
 void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStream_t stream) {
   check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
@@ -75,8 +75,8 @@ void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStr
   launch_kernel(shape.decode, how, p, launch.plan, maps);
 }
 
-/// Queues the attention and the fold of its splits. `finished` says where the rows end when they
-/// have no other state; where it is null, their states are written.
+/// Queues the attention and the fold of its splits. `finished` is the result of rows that have no
+/// other state; null: their states are written.
 void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
            cudaStream_t stream) {
   queue_splits(p, launch, gpu, stream);
@@ -94,7 +94,8 @@ void attend_kind(const AttendParams& p, Lengths lengths, const Gpu& gpu, cudaStr
   serving(p, kind).attend(p, kind, nullptr, {stream});
 }
 
-/// Queues the short sequences that a batch may have beside long ones, up to the rows of the result.
+/// Queues the short sequences that a batch may have besides long ones, up to the rows of the
+/// result.
 void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                   cudaStream_t stream) {
   if (!may_hold(p, Lengths::only_short)) return;
@@ -105,7 +106,7 @@ void finish_short(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
   merge_short(m, kShortQuery, stream);
 }
 
-/// Queues a call whose long sequences end in the result by themselves; returns false where they do
+/// Queues a call whose long sequences end in the result by themselves; returns false if they do
 /// not, or there are none.
 bool finish_long(const AttendParams& p, const MergeParams& m, const Gpu& gpu, cudaStream_t stream) {
   if (!may_hold(p, Lengths::only_long)) return false;
@@ -130,7 +131,7 @@ Gpu current_gpu() {
     LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
   };
-  // All kernels are built for the same architectures, so one of decode speaks for the others.
+  // All kernels are built for the same architectures, so one of decode is representative.
   const int ptx_version = ptx_version_of(decode_bf16(128, 1, Loader::plain).kernel());
   return {.multiprocessors = ask(cudaDevAttrMultiProcessorCount),
           .shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
@@ -177,7 +178,7 @@ void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream) {
 
 bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t stream) {
   MergeParams m = g.merge;
-  m.states.slots = 1;  // for the short sequences, whose keys are in one piece now
+  m.states.slots = 1;  // for the short sequences, whose keys are now in one piece
   AttendParams p = g.attend;
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
@@ -202,7 +203,7 @@ bool writes_new_keys(const AttendParams& p, const Gpu& gpu) {
 
 bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu,
                      cudaStream_t stream) {
-  // Rows that begin from a state have the other ranks' keys in that state.
+  // If rows start from a state, it covers the other ranks' keys.
   const bool all_keys = p.shard.ranks == 1 || p.resume;
   const bool whole = m.states.slots == 1 && m.rows == nullptr && all_keys;
   if (!whole) return false;

@@ -1,5 +1,5 @@
-// The attention kernels of the CUDA backend, as their host code sees them. An instance file gives
-// the shapes of its kernels; the table of families (families.hpp) says which of them serves.
+// The attention kernels of the CUDA backend, for host code. An instance file defines the shapes of
+// its kernels; the table of families (families.hpp) chooses between them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,7 +25,7 @@ KernelShape decode_e4m3(int dim, std::int64_t rows);  // of keys and values
 KernelShape decode_e5m2(int dim, std::int64_t rows);
 KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 
-/// The GPU that is current, with the kernels of this build.
+/// The current GPU, with the kernels of this build.
 Gpu current_gpu();
 
 /// Queues the attention of all sequences.

@@ -1,4 +1,4 @@
-// The CUDA backend: checks what it is given, and hands it to the kernels.
+// The CUDA backend: checks its arguments, and passes them to the kernels.
 #include "kernels/backend.hpp"
 
 #include <cuda_runtime_api.h>
@@ -125,7 +125,7 @@ class CudaBackend final : public Backend {
   }
   void say(const SayParams& p, Stream stream) const override { cuda::say(p, stream_of(stream)); }
   std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
-    void* memory = nullptr;  // host and device know it by one address
+    void* memory = nullptr;  // host and device use the same address
     LONGSPAN_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
     std::memset(memory, 0, bytes);
     return {static_cast<std::byte*>(memory), [](std::byte* data) { cudaFreeHost(data); }};
@@ -195,8 +195,8 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  /// Queues attention and epilogue in one kernel; returns false where nothing was done. Where it is
-  /// `timed`, an exchange is a kernel of its own.
+  /// Queues attention and epilogue in one kernel; returns false if nothing was done. If it is
+  /// `timed`, an exchange is a separate kernel.
   bool attend_to_the_end(const AttendParams& p, const Epilogue& epilogue, Stream stream,
                          bool timed) const {
     if (const auto* result = std::get_if<MergeParams>(&epilogue))
@@ -206,7 +206,7 @@ class CudaBackend final : public Backend {
            cuda::attend_exchanged(p, *exchange, gpu_, stream_of(stream));
   }
 
-  /// Gives the whole sequences as one rank holds them: cached and new keys together.
+  /// Returns the whole sequences as one rank would hold them: cached and new keys together.
   static AttendParams whole(AttendParams cached) {
     cached.shard = Shard::contiguous(0, 0, 1);
     return cached;

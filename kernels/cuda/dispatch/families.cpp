@@ -14,7 +14,7 @@ constexpr Loader kLoaders[] = {Loader::plain, Loader::any16, Loader::any8};
 
 using Takes = bool(const AttendParams&);
 
-/// A family of Hopper, for long queries that `kTakes` takes.
+/// A family of Hopper, for long queries that `kTakes` accepts.
 template <Takes* kTakes>
 constexpr CudaFamily hopper(Family id, const char* heads, const char* takes) {
   return {
@@ -41,7 +41,7 @@ constexpr CudaFamily hopper(Family id, const char* heads, const char* takes) {
           }};
 }
 
-/// The same where keys may still come.
+/// The same if keys may still be arriving.
 template <Takes* kTakes>
 constexpr CudaFamily hopper_by_arrivals(Family id, const char* heads, const char* takes) {
   CudaFamily family = hopper<kTakes>(id, heads, takes);
@@ -49,7 +49,7 @@ constexpr CudaFamily hopper_by_arrivals(Family id, const char* heads, const char
   return family;
 }
 
-/// A family whose launches share a plan, for what `kTakes` takes and an instance fits.
+/// A family whose launches share a plan, for calls that `kTakes` accepts and an instance fits.
 template <Family kId, bool (*kTakes)(const AttendParams&, Lengths)>
 constexpr CudaFamily planned(const char* queries, const char* heads, const char* takes) {
   return {.id = kId,
@@ -70,7 +70,7 @@ constexpr CudaFamily planned(const char* queries, const char* heads, const char*
                        Stream stream) { return attend_planned(kId, p, kind, result, stream); },
           .finishes =
               [](const AttendParams& p, const MergeParams& m) {
-                const bool compares = m.headers.said != nullptr;  // as a merge does, and no fold
+                const bool compares = m.headers.said != nullptr;  // as a merge does, but no fold
                 return p.resume || p.parts || compares ? Ends::in_states : Ends::by_fold;
               }};
 }
@@ -171,7 +171,7 @@ std::size_t scratch_bound(const AttendParams& limits, const Gpu& gpu) {
       const Room room = family.scratch(limits, kind);
       most.bytes = std::max(most.bytes, room.bytes);
       most.split_tokens = std::max(most.split_tokens, room.split_tokens);
-      // What Hopper's families take depends on where rows lie, and on how many there are: others
+      // Hopper's families accept calls by the layout and the number of rows, so other families
       // serve some calls within the limits.
       if (!is_of_hopper(family.id)) return;
     }
@@ -182,9 +182,8 @@ std::size_t scratch_bound(const AttendParams& limits, const Gpu& gpu) {
     if (limits.tokens > kShortQuery) add({Lengths::only_long, loader, gpu});
   }
   if (!limits.resume) return most.bytes;
-  // The tokens whose states may go aside are those of sequences that are short or split. Among
-  // several sequences they may stand anywhere; a single one is short as a whole, or split as a
-  // whole.
+  // States set aside are those of tokens in sequences that are short or split. Among several
+  // sequences they may be anywhere; a single one is short as a whole, or split as a whole.
   const std::int64_t least = limits.batch.size > 1 ? limits.tokens : kShortQuery;
   return most.bytes + room_aside(limits, std::max(least, most.split_tokens));
 }

@@ -1,11 +1,10 @@
-// Lists every instance of the attention kernels with the shared memory that a block of it takes,
-// and says which of them serves where a block may have less. A GPU of compute capability 8.0 gives
-// a block 163 KB, 9.0 and 10.0 give 227 KB, 8.6, 8.9 and 12.0 only 99 KB, which the faster
-// instances for head dims above 128 do not fit.
+// Lists every instance of the attention kernels with the shared memory of its blocks, and chooses
+// the instance if a block may have less. A GPU of compute capability 8.0 gives a block 163 KB, 9.0
+// and 10.0 give 227 KB, 8.6, 8.9 and 12.0 only 99 KB, which the faster instances for head dims
+// above 128 do not fit.
 //
-// The figures stand here so that they can be looked at without a GPU and without nvcc. Where an
-// instance is made, its traits are compared with them: a build with another figure does not
-// compile.
+// The figures are here so that they can be read without a GPU and without nvcc. Where an instance
+// is made, its traits are compared with them: a build with another figure does not compile.
 #pragma once
 
 #include <cstddef>
@@ -15,12 +14,12 @@
 
 namespace longspan::kernels::cuda {
 
-/// How an instance reads keys, values and queries.
+/// The way in which an instance reads keys, values and queries.
 enum class Loader : std::uint8_t {
   plain,  // contiguous dense rows of the products' type, 16 bytes aligned, no bias, no scales
   any16,  // the other layouts, with keys and values of the products' type: pages, x-packed, any
           // strides
-  any8,   // the rest, which is fp8 keys and values
+  any8,   // all others: fp8 keys and values
 };
 
 enum class Family : std::uint8_t {
@@ -53,9 +52,9 @@ struct Instance {
   int bytes;  // of a block's dynamic shared memory; it has no other
 };
 
-/// They ascend in dim, then rows. For fp32 and tf32 `any16` stands for whatever is not plain. For
-/// hopper the bytes are those with ALiBi, which are the most, and `any16` is for pages and for
-/// biases too.
+/// They ascend in dim, then rows. For fp32 and tf32 `any16` stands for everything that is not
+/// plain. For hopper the bytes are those with ALiBi, which needs the most, and `any16` is also for
+/// pages and biases.
 inline constexpr Instance kInstances[] = {
     {Family::decode, Loader::plain, 32, 32, 8, 38'704},
     {Family::decode, Loader::plain, 32, 32, 16, 42'928},
@@ -124,17 +123,17 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper_in_order, Loader::any16, 128, 128, 128, 232'448},
 };
 
-/// The shared memory of a block with which every instance but Hopper's fits.
+/// The shared memory of a block that every instance except Hopper's fits.
 inline constexpr int kEnoughBytes = 163 * 1024;
 
-/// The bytes that an instance of these traits has to take; -1 where there is none.
+/// The bytes of an instance with these traits; -1 if there is none.
 constexpr int bytes_of(Family family, Loader loader, int dim, int rows) {
   for (const Instance& i : kInstances)
     if (i.family == family && i.loader == loader && i.dim == dim && i.rows == rows) return i.bytes;
   return -1;
 }
 
-/// Gives the instance with the least dim that is enough, and with enough rows; where none has
+/// Returns the instance with the least dim that is enough, and with enough rows; if none has
 /// enough, the one with the most rows.
 constexpr const Instance* instance_of(Family family, Loader loader, int head_dim, int value_dim,
                                       std::int64_t rows) {
@@ -148,11 +147,11 @@ constexpr const Instance* instance_of(Family family, Loader loader, int head_dim
   return found;
 }
 
-/// Gives the instance on a GPU whose blocks may have `block_bytes` of shared memory, or null where
-/// none fits. Where they are too few for the first choice of decode, the instance with the fewest
-/// rows serves, which sequences of more rows go through in turns; and what serves any rows serves
-/// plain ones of fp32. Other families have no second choice: the next one in the table serves
-/// (families.hpp).
+/// Returns the instance on a GPU whose blocks may have `block_bytes` of shared memory, or null if
+/// none fits. If that is too little for the first choice of decode, the instance with the fewest
+/// rows serves, and sequences of more rows go through it in turns. For plain rows of fp32 the
+/// instance for any rows then serves. Other families have no second choice: the next one in the
+/// table serves (families.hpp).
 constexpr const Instance* fitting_instance(Family family, Loader loader, int head_dim,
                                            int value_dim, std::int64_t rows, int block_bytes) {
   const auto fits = [&](const Instance* i) { return i != nullptr && i->bytes <= block_bytes; };

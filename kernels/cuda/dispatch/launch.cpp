@@ -18,17 +18,17 @@ std::int64_t most_tokens(const Geometry& p, Lengths lengths) {
   return lengths == Lengths::only_long ? most : std::min<std::int64_t>(most, kShortQuery);
 }
 
-/// The packed rows of a sequence of the kind, were the sequences equal.
+/// The packed rows of a sequence of the kind, if the sequences were equal.
 std::int64_t mean_rows(const Geometry& p, Lengths lengths) {
   const std::int64_t tokens = (p.tokens + p.batch.size - 1) / p.batch.size;
   const std::int64_t most = most_tokens(p, lengths);
   return std::min(tokens, most) * (p.heads / p.kv_heads);
 }
 
-/// How many thread blocks the GPU holds at a time, and what each takes.
+/// The number of thread blocks that the GPU holds at a time, and the memory of each.
 struct Residence {
   int blocks;        // of the GPU
-  int shared_bytes;  // of a block: what the kernel needs, and what is left for its stack
+  int shared_bytes;  // of a block: what the kernel needs, and the rest for its stack
 };
 
 Residence residence(const KernelShape& shape, const Gpu& gpu) {
@@ -42,7 +42,7 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
   return {blocks * gpu.multiprocessors, bytes};
 }
 
-/// Lets the pieces beyond those that places begin with come by the lengths of their sequences.
+/// Orders the pieces after those that resident blocks begin with by the lengths of their sequences.
 void order_sequences(const AttendParams& p, int places, Plan& plan) {
   const bool are_tiles = plan.sequence_tiles == 1 && plan.tiles == p.batch.size;
   if (!are_tiles || p.batch.kv_len == nullptr || p.batch.size > kMostSorted) return;
@@ -52,7 +52,7 @@ void order_sequences(const AttendParams& p, int places, Plan& plan) {
   plan.by_late_works = Divisor(static_cast<std::uint32_t>((plan.splits - first) * p.kv_heads));
 }
 
-/// What calls within the limits take of the scratch that an instance serves.
+/// The part of the scratch that calls within the limits use with an instance.
 Room room_of(const Instance& instance, const AttendParams& limits, const Kind& kind) {
   const KernelShape shape = kind.gpu.shape(instance, limits, kind.lengths);
   const auto resident = static_cast<std::size_t>(residence(shape, kind.gpu).blocks);
@@ -121,8 +121,8 @@ bool may_hold(const Geometry& p, Lengths lengths) {
 }
 
 const Instance* instance_for(Family family, const AttendParams& p, const Kind& kind) {
-  // What reads anything has one instance for all: tf32, and fp32 but for plain rows of fp32, and
-  // where it stands in for others.
+  // Kernels that read any layout have one instance for all: tf32, and fp32 except for plain rows of
+  // fp32, and when it replaces others.
   const bool stands_in = p.dtype != DType::fp32 || p.tf32;
   const bool reads_any = family == Family::tf32 ||
                          (family == Family::fp32 && (stands_in || kind.loader != Loader::plain));
@@ -162,8 +162,8 @@ Launch make_launch(Family family, const AttendParams& p, const Kind& kind) {
   plan.stack = reinterpret_cast<float*>(p.scratch + launch.bytes);
   launch.bytes += align(shape.state_bytes * static_cast<std::size_t>(plan.depth * launch.blocks));
   if (plan.splits > 1 && !p.parts) {
-    // These are the rows of all tokens, or of every sequence's most, where short ones are among
-    // long ones.
+    // These are the rows of all tokens, or of every sequence's most, if short ones are among long
+    // ones.
     const std::int64_t compact = std::int64_t{p.batch.size} * kShortQuery;
     plan.part_tokens = lengths != Lengths::only_long && compact < p.tokens ? kShortQuery : 0;
     const std::int64_t tokens = plan.part_tokens > 0 ? compact : p.tokens;
@@ -187,7 +187,7 @@ std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
 }
 
 Room room_of(Family family, const AttendParams& limits, const Kind& kind) {
-  AttendParams few = limits, many = limits;  // by rows, as they decide which decode kernel runs
+  AttendParams few = limits, many = limits;  // by rows, because they determine the decode kernel
   if (kind.lengths != Lengths::only_long) {
     few.tokens = 1;
     many.tokens = std::min<std::int64_t>(limits.tokens, kShortQuery);

@@ -1,5 +1,5 @@
-// Copies many blocks of rows at once, to other GPUs of the node too: where nothing else computes,
-// it is faster than the copy engines, which take one block after the other and microseconds for
+// Copies many blocks of rows at once, also to other GPUs of the node. If nothing else computes, it
+// is faster than the copy engines, which copy one block after another and take microseconds for
 // each.
 #include <algorithm>
 
@@ -11,9 +11,9 @@ namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr std::size_t kMostCopies = 64;           // of a launch: what its parameters hold
+constexpr std::size_t kMostCopies = 64;           // of a launch: as many as its parameters hold
 constexpr std::int64_t kBlockBytes = 64 << 10;    // that a block copies, at least
-constexpr std::int64_t kMostBlocksOfACopy = 128;  // it copies more where there are as many
+constexpr std::int64_t kMostBlocksOfACopy = 128;  // if there are as many, a block copies more
 
 struct Copies {
   StridedCopy copies[kMostCopies];

@@ -1,4 +1,4 @@
-// How threads copy a block of rows, here or to another GPU.
+// Copies of a block of rows by threads, here or to another GPU.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,14 @@
 
 namespace longspan::kernels::cuda {
 
-/// Threads that copy one block: this one's number among them, which are a power of two, and their
-/// part of the rows.
+/// Threads that copy one block: this one's index among them, their number (a power of two), and
+/// their part of the rows.
 struct CopyingThreads {
   int thread, threads;
   std::int64_t part = 0, parts = 1;
 };
 
-inline constexpr int kCopiesAtOnce = 4;  // loads of a thread that are under way together
+inline constexpr int kCopiesAtOnce = 4;  // loads of a thread that are in flight together
 
 /// The threads are rows of as many words as a row of the copy has, or the most.
 template <class Word>

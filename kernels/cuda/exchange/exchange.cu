@@ -1,16 +1,15 @@
-// The kernels of the exchange (kernels/exchange.hpp), in its two variants. The threads of a row
-// stand side by side, so that what a warp writes to a peer is one run of whole lines. The states of
-// a row fold in the tree of merge.cu.
+// The kernels of the exchange (kernels/exchange.hpp), in its two variants. The threads of a row are
+// adjacent, so that a warp writes one run of whole lines to a peer. The states of a row fold in the
+// tree of merge.cu.
 //
-// Everything that can be known before the data is there is found out before it: the host computes
-// where words go (exchange_route.hpp), and rows, sinks and scales are looked up while states
+// Everything that does not depend on the data is computed before it arrives: the host computes the
+// destinations of words (exchange_route.hpp), and rows, sinks and scales are looked up while states
 // travel.
 //
-// No rank waits for one that cannot come. A block pushes all states that it has before it waits for
-// any, and a grid is no larger than what the GPU holds at once. So all states are pushed whatever
-// else happens, hence all merges end, hence all results are pushed. The kernel before has all its
-// blocks in place, or done, when those of an exchange come (overlap.cuh), and the kernel after
-// comes when they have gone.
+// There is no deadlock: a block pushes all its states before it waits for any, and a grid is no
+// larger than what the GPU holds at once. All states are therefore pushed, all merges end, and all
+// results are pushed. When the blocks of an exchange start, all blocks of the kernel before are
+// resident or done (overlap.cuh), and the kernel after starts when they have ended.
 #include "kernels/cuda/exchange/exchange.hpp"
 
 #include <algorithm>
@@ -25,7 +24,7 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, at most
+constexpr int kThreads = 256;  // most of a block
 constexpr int kFewestThreads = 32;
 constexpr int kBlocks = 128;  // about one for each multiprocessor, as long as there are rows
 constexpr int kResident = 2;  // blocks that every multiprocessor holds
@@ -115,7 +114,7 @@ __global__ __launch_bounds__(kThreads,
       send_elements(r.peer_buffer[step] + turn.copy + r.result, size, row * dim + column, words);
     }
     if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
-    if (column == 0) {  // the logarithm takes long, so it follows what others wait for
+    if (column == 0) {  // the logarithm takes long, so it comes after what others wait for
       const float lse = finish(state.stats).lse;
 #pragma unroll
       for (int step = 0; step < kPeers; ++step) {
@@ -181,7 +180,7 @@ __global__ __launch_bounds__(kThreads,
 
 // ---- launch ------------------------------------------------------------------------------------
 
-/// The number of blocks that the GPU surely holds at once, when it has nothing else to do.
+/// The number of blocks that the GPU is sure to hold at once, when it has nothing else to do.
 std::int64_t resident_blocks() {
   int device = 0, multiprocessors = 0;
   LONGSPAN_CUDA(cudaGetDevice(&device));
@@ -190,8 +189,8 @@ std::int64_t resident_blocks() {
 }
 
 /// Computes the grid, which is block 0 and the blocks that carry states, and the size of a block.
-/// Few rows are spread over many multiprocessors, so that each of them has little to read when it
-/// looks for what has come.
+/// Few rows are spread over many multiprocessors, so that each has little to read when it polls for
+/// arrivals.
 void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int threads = p.merge.states.dim / 4;  // of a row
@@ -251,12 +250,12 @@ std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks) {
   return static_cast<std::size_t>(PeerBufferLayout{rows, dim, ranks}.total());
 }
 
-// On two H200s (docs/notes/exchange.md) the bytes and merges that the second trip saves pay
-// for it from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For
-// other numbers of ranks this follows from four and from the bytes, and is to be measured: one trip
-// sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16 bits
-// being s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks. States that attention
-// pushes itself take one trip, and at 532 KB on four that is still faster, by 2 us.
+// On two H200s (docs/notes/exchange.md) the bytes and merges that the second trip saves pay for it
+// from 750 KB of states on; on four between 266 and 532 KB, by the slopes from 325 KB. For other
+// numbers of ranks this is derived from four ranks and from the bytes, and still to be measured:
+// one trip sends (P - 1) s bytes from each rank, two send (P - 1) / P (s + results), results of 16
+// bits being s / 2. So what is saved has to be 610 KB: s = 106 KB on 8 ranks. States that attention
+// pushes itself use one trip, and at 532 KB on four ranks that is still faster, by 2 us.
 Push choose_push(std::int64_t rows, int dim, int ranks, bool pushed) {
   const std::int64_t s = rows * (dim + 2) * 4;
   const std::int64_t saved = s * (ranks - 1) * (2 * ranks - 3) / (2 * ranks);

@@ -1,4 +1,4 @@
-// The exchange kernels as host code sees them.
+// The exchange kernels, for host code.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,17 +12,16 @@ struct Plan;
 
 void exchange(const ExchangeParams& p, cudaStream_t stream);
 
-/// Does the same with states that are still in pieces, the splits of a launch of short queries
-/// alone (Plan::parts): they fold on the way. The variant has to be one-trip. What travels is what
-/// `exchange` sends, so that ranks need not take the same of the two. `multiprocessors` is their
-/// number on this GPU.
+/// The same for states that are still in pieces, the splits of one launch of short queries only
+/// (Plan::parts): they fold on the way. The variant must be one-trip. The same data travels as with
+/// `exchange`, so ranks may mix the two. `multiprocessors` is their number on this GPU.
 void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream);
 
-/// `multiprocessors` is their number on this GPU, of which few are taken beside an attention.
+/// `multiprocessors` is their number on this GPU, of which few are used beside an attention.
 void put_rows(const RowPuts& puts, int multiprocessors, cudaStream_t stream);
 
-/// The variant that runs. Throws for what cannot be exchanged.
+/// The variant that runs. Throws for params that cannot be exchanged.
 Push push_of(const ExchangeParams& p);
 
 /// The bytes of a peer buffer for exchanges of up to `rows` states.

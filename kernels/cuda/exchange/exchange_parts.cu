@@ -1,22 +1,21 @@
-// The exchange (exchange.cu, the variant one-trip) with the fold of this rank's states ahead of it.
-// The splits that attention left of every row become its state in registers, and go to the peers
-// from there. It is what fold_parts and the exchange do in two kernels, with one launch, one write
-// of the states and one read of them less on the way to the peers.
+// The exchange (exchange.cu, the variant one-trip) after the fold of this rank's states. The splits
+// that attention left of every row become its state in registers, and are sent to the peers from
+// there. It replaces fold_parts and the exchange in two kernels, and saves a launch, and a write
+// and a read of the states on the way to the peers.
 //
 //     a block: threadIdx.x = four columns, threadIdx.y = rows, threadIdx.z = splits of the rows
 //
-// Threads of a row stand side by side with four columns each, as what leaves for a peer has to. So
-// the threads that hold a folded row (plane 0) are those that send it, in whole lines. A plane
-// folds up to eight splits of its own, all of them asked for at once, and the planes fold through
-// shared memory. This is the tree of fold_parts_kernel, hence its bits. Later each plane merges
-// other rows.
+// Threads of a row are adjacent with four columns each, as a send to a peer requires. So the
+// threads that hold a folded row (plane 0) send it, in whole lines. A plane folds up to eight
+// splits of its own, all requested at once, and the planes fold through shared memory. This is the
+// tree of fold_parts_kernel, so the bits are the same. Later each plane merges other rows.
 //
-// Columns of a row stay in one block, where fold_parts spreads them. The row's statistics travel
-// once, and the thread that sets their place back to 0 has to know that all have read them. A block
-// may therefore have twice the threads of an exchange, and a multiprocessor surely holds one.
+// Columns of a row stay in one block, whereas fold_parts spreads them. The row's statistics travel
+// once, and the thread that resets their word to 0 must know that all have read them. A block may
+// therefore have twice the threads of an exchange, and a multiprocessor is sure to hold one.
 //
-// The rank's own state is stored as well, after it has been sent, for the merge: it comes back with
-// the first look for the peers' words.
+// The rank's own state is stored too, after it has been sent, for the merge: it is read back with
+// the first poll for the peers' words.
 #include <algorithm>
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -30,17 +29,17 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 512;  // of a block, at most
+constexpr int kThreads = 512;  // most of a block
 constexpr int kFewestThreads = 32;
-constexpr int kAloneLevels = 3;  // of the tree, which a thread folds with its loads all at once
+constexpr int kAloneLevels = 3;  // of the tree, which a thread folds with all its loads at once
 
 /// What the kernel needs of Plan::parts to read its rows. Offsets within a slot have 32 bits, like
 /// those in a peer buffer.
 struct Parts {
   const std::byte* slots;
   std::uint64_t slot_bytes;
-  std::uint32_t o;       // where o begins in a slot
-  std::uint32_t tokens;  // of a sequence; 0 where the rows are those of the states
+  std::uint32_t o;       // offset of o in a slot
+  std::uint32_t tokens;  // of a sequence; 0 if the rows are those of the states
   std::uint32_t heads;
   int levels;  // of the tree over the splits
   SplitNumbers numbers;
@@ -53,8 +52,8 @@ struct PartsTask {
   bool wide;
 };
 
-/// The row of the parts that holds the splits of a row of the states. For a row that no sequence
-/// has it may be any: what is sent of such a row is not used.
+/// The row of the parts with the splits of a row of the states. For a row without a sequence it may
+/// be any: the words sent for such a row are not used.
 __device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const Batch& batch,
                                       std::uint32_t row) {
   if (parts.tokens == 0) return row;
@@ -66,7 +65,7 @@ __device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const 
          token * parts.heads;
 }
 
-/// Four columns of those splits of a row that this thread folds alone.
+/// Four columns of the splits of a row that this thread folds alone.
 struct PartLoad {
   const std::byte* stats;  // of the first split
   const std::byte* o;
@@ -82,7 +81,7 @@ struct PartLoad {
   }
 };
 
-/// Gives plane 0 the state of the row whose splits `load` gives. All threads call this, with a
+/// Gives plane 0 the state of the row whose splits `load` loads. All threads call this, with a
 /// barrier between calls. A kAlone above kAloneLevels stands for that many levels, or more.
 template <int kAlone>
 __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
@@ -139,9 +138,9 @@ __global__ __launch_bounds__(kThreads,
     const std::uint32_t row = min(rows + threadIdx.y, r.rows - 1);
     return PartLoad(parts, r, row_of_parts(parts, r, p.merge.batch, row), column);
   };
-  // What is found out ahead of the wait costs no time: where the splits are, and which exchange
-  // this is. The lengths are there and the exchange before has ended, since attention waited for
-  // them before it let this kernel come.
+  // Work before the wait costs no time: finding the splits, and which exchange this is. The lengths
+  // are available and the exchange before has ended, since attention waited for them before it let
+  // this kernel start.
   const PartLoad load = load_of(first);
   arch::prefetch(load.o);
   const Turn turn(r);
@@ -174,7 +173,7 @@ __global__ __launch_bounds__(kThreads,
 // ---- launch ------------------------------------------------------------------------------------
 
 /// Computes the grid, which is block 0 and the blocks that carry states, with as few rows each as
-/// there are multiprocessors for. Returns the levels that a thread folds alone.
+/// the multiprocessors allow. Returns the levels that a thread folds alone.
 int launch_of(const ExchangeParams& p, int levels, int multiprocessors, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
   const int columns = p.merge.states.dim / 4;

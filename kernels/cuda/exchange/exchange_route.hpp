@@ -1,5 +1,5 @@
-// Works out on the host where the words of one exchange go. What a kernel computes before its first
-// store and after the last word has come is time that all ranks wait for.
+// Computes on the host where the words of one exchange go. Everything that a kernel computes before
+// its first store and after the last word has arrived is time for which all ranks wait.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,20 @@
 
 namespace longspan::kernels::cuda {
 
-/// Where words go. The parts of a copy are offsets from its start, the same in every peer buffer. A
-/// peer is named by its step: 0 is the rank after this one, and so on round, so that ranks do not
-/// all write to one.
+/// The destinations of words. The parts of a copy are offsets from its start, the same in every
+/// peer buffer. A peer is named by its step: 0 is the rank after this one, and so on around the
+/// ring, so that ranks do not all write to one.
 struct Route {
   static constexpr int kMostPeers = PeerView::kMostRanks - 1;
 
-  // What a kernel needs until its first store stands together, in few lines of the constant cache,
-  // which holds nothing of a new kernel.
+  // The fields that a kernel needs before its first store are adjacent, in few lines of the
+  // constant cache, which is cold for a new kernel.
   std::uint32_t rows, row_bytes;  // of the states; bytes of a row of o
-  std::uint32_t o;                // where o begins in a slot
+  std::uint32_t o;                // offset of o in a slot
   std::uint32_t peers;            // ranks - 1
   const std::byte* own_state;     // this rank's, as attention left it
   const std::uint32_t* epoch;
-  std::uint32_t copies;  // where copy 0 begins in a peer buffer
+  std::uint32_t copies;  // offset of copy 0 in a peer buffer
   std::uint32_t copy_bytes;
   std::uint32_t slot;                  // this rank's slot, in the peer buffers of others
   std::byte* peer_buffer[kMostPeers];  // by step
@@ -34,7 +34,7 @@ struct Route {
   Divisor heads;
   std::uint32_t result, lse;
 
-  // These go by the place in the tree, and name the state that folds there.
+  // These are indexed by the place in the tree, and name the state that folds there.
   const std::byte* place[PeerView::kMostRanks];      // a slot in copy 0, or in own memory
   std::uint32_t place_stride[PeerView::kMostRanks];  // to the next copy; 0 for own memory
   std::uint8_t place_rank[PeerView::kMostRanks];

@@ -1,4 +1,4 @@
-// Tells which exchange a kernel makes, what each of its blocks does in it, and how it is counted.
+// Which exchange a kernel makes, what each of its blocks does in it, and how it is counted.
 #pragma once
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -6,25 +6,25 @@
 
 namespace longspan::kernels::cuda {
 
-/// What a kernel is told. The route comes first, for the reason that Route gives.
+/// The arguments of a kernel. The route comes first, for the reason given at Route.
 struct Task {
   Route route;
   ExchangeParams params;
-  bool wide;  // results may be stored as many columns at a time as a thread has
+  bool wide;  // results may be stored with all columns of a thread at a time
 };
 
-/// Block 0 compares what the ranks say of the exchange; the other blocks carry states. Such a block
+/// Block 0 compares the ranks' headers of the exchange; the other blocks carry states. Such a block
 /// takes one row for each threadIdx.y at once, from first_rows() on, and its next rows are
 /// `row_step` further on.
 __device__ inline std::uint32_t first_rows() { return (blockIdx.x - 1) * blockDim.y; }
 __device__ inline std::uint32_t row_step() { return (gridDim.x - 1) * blockDim.y; }
 
-/// Which exchange this is. It is made after the loads of the first own rows, which then travel
-/// together with the epoch.
+/// Which exchange this is. It is read after the loads of the first own rows are issued, so that
+/// they overlap.
 struct Turn {
   std::uint32_t epoch;
   std::uint32_t index;  // of the copy
-  std::uint64_t copy;   // from the start of every peer buffer
+  std::uint64_t copy;   // offset from the start of every peer buffer
 
   __device__ explicit Turn(const Route& r)
       : epoch(next_epoch(arch::load_relaxed(r.epoch))),
@@ -32,9 +32,9 @@ struct Turn {
         copy(r.copies + std::uint64_t{index} * r.copy_bytes) {}
 };
 
-/// The last block that has read the epoch counts it up to this exchange's. It is made after a
-/// barrier that all threads came to with their epoch in hand; the count that it asks for is looked
-/// at when the kernel ends.
+/// The last block that has read the epoch advances it to this exchange's. It is constructed after a
+/// barrier that all threads reach with their epoch read; the counter that it requests is used when
+/// the kernel ends.
 class Departure {
  public:
   __device__ explicit Departure(const ExchangeParams& p) {
@@ -50,9 +50,9 @@ class Departure {
   unsigned before_ = 0;
 };
 
-/// The work of block 0: what the ranks must agree on travels as a line of its own, which a thread
-/// sends to each peer. It is there before the states are, and no block that carries states has to
-/// look for it.
+/// The work of block 0: the values that ranks must agree on travel as a separate line, which a
+/// thread sends to each peer. It arrives before the states, and no block that carries states has to
+/// poll for it.
 __device__ inline void compare_headers(const Route& r, const ExchangeParams& p) {
   arch::wait_for_kernels_before();
   const Turn turn(r);

@@ -1,4 +1,4 @@
-// How the kernels of an exchange wait, and the lines in which ranks say what they exchange.
+// How the kernels of an exchange wait, and the header lines in which ranks describe their exchange.
 #pragma once
 
 #include "kernels/cuda/arch/peer.cuh"
@@ -6,15 +6,15 @@
 
 namespace longspan::kernels::cuda {
 
-/// The number of a thread in its plane threadIdx.z, and in the block. A block has several planes
-/// where the splits of the own states fold ahead of an exchange (exchange_parts.cu), else one.
+/// The index of a thread in its plane threadIdx.z, and in the block. A block has several planes if
+/// the splits of the own states fold before an exchange (exchange_parts.cu), otherwise one.
 __device__ inline unsigned plane_thread() { return threadIdx.y * blockDim.x + threadIdx.x; }
 __device__ inline unsigned thread() {
   return threadIdx.z * blockDim.y * blockDim.x + plane_thread();
 }
 
-/// What a rank says of its exchange: 16 bytes with the epoch once in each eight, as memory moves
-/// eight as a whole.
+/// A rank's header of its exchange: 16 bytes with the epoch once in each eight, since memory moves
+/// eight as a unit.
 __device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
   const std::uint64_t word = said(p.hash, p.contents);
   return {static_cast<std::uint32_t>(word), epoch, static_cast<std::uint32_t>(word >> 32), epoch};
@@ -22,7 +22,7 @@ __device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) 
 __device__ inline bool has_arrived(uint4 header, std::uint32_t epoch) {
   return header.y == epoch && header.w == epoch;
 }
-/// Whether what a rank says is there, and differs from what this one says.
+/// Whether a rank's header has arrived, and differs from this one's.
 __device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint32_t epoch) {
   const uint4 own = header_of(p, epoch);
   return has_arrived(header, epoch) && (header.x != own.x || header.z != own.z);
@@ -30,21 +30,21 @@ __device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint3
 
 /// A wait that ends by data, by the deadline, or by the abort word.
 ///
-/// Many threads wait at once, and most for less than a microsecond. Now and then they look, in this
-/// GPU's memory, whether a thread has stopped; and one warp of all that wait, another each time,
-/// looks at the clock and at the abort word, which is in the host's memory. No more than one does
-/// so, since the host's memory answers those who ask for one word one after the other, in 0.55 us
-/// each. Were every warp to ask, a rank that was late once would keep the others in that queue for
-/// longer than it was late; then they were late, and so on to and fro, at milliseconds an exchange.
+/// Many threads wait at once, and most for less than a microsecond. From time to time they read, in
+/// this GPU's memory, whether a thread has stopped. One warp of all that wait, another each time,
+/// reads the clock and the abort word, which is in host memory. It is only one because host memory
+/// answers requests for one word one after another, in 0.55 us each. If every warp asked, a rank
+/// that was late once would keep the others in that queue for longer than it was late. Then they
+/// would be late, and so on back and forth, at milliseconds an exchange.
 class BoundedWait {
  public:
-  /// `copy` is where the copy begins in this rank's own peer buffer.
+  /// `copy` is the start of the copy in this rank's own peer buffer.
   __device__ BoundedWait(const ExchangeParams& params, const Route& route, std::uint32_t epoch,
                          const std::byte* copy)
       : p_(params), watch_(*reinterpret_cast<Watch*>(route.own)), headers_(copy), epoch_(epoch) {}
 
-  /// Is called after a look that found nothing; false where the wait has to end. `rank` is the one
-  /// that is waited for.
+  /// Called after a poll that found nothing; false if the wait has to end. `rank` is the awaited
+  /// rank.
   __device__ bool go_on(int rank) {
     if (++looks_ % kLooks != 0) return true;
     if (arch::load_relaxed(&watch_.stopped) != 0) return false;
@@ -53,7 +53,7 @@ class BoundedWait {
     return atomicAdd(&watch_.turns, 1u) % warps != 0 || look_up(rank);
   }
 
-  /// Reports a fault. The first report of a peer buffer stays.
+  /// Reports a fault. The first report of a peer buffer is kept.
   __device__ bool fail(PeerReport::Kind kind, int rank) {
     using Word = unsigned long long;
     const PeerReport report{kind, static_cast<std::uint32_t>(rank), p_.run};
@@ -64,12 +64,12 @@ class BoundedWait {
   }
 
  private:
-  // So many looks take far longer than it takes all warps of a GPU to add to one word.
+  // This many polls take far longer than all warps of a GPU need to add to one word.
   static constexpr unsigned kLooks = 256;
   static constexpr int kTickBits = 20;  // about a millisecond
 
-  /// Whether the wait may go on. There is one deadline for all waits of an exchange, from the first
-  /// look at the clock on.
+  /// Whether the wait may continue. There is one deadline for all waits of an exchange, counted
+  /// from the first read of the clock.
   __device__ bool look_up(int rank) {
     if (arch::load_relaxed(p_.peers.abort) != 0) return fail(PeerReport::aborted, rank);
     const auto now = static_cast<std::uint32_t>(arch::nanoseconds() >> kTickBits);
@@ -78,15 +78,15 @@ class BoundedWait {
       arch::store_whole(&watch_.began, epoch_ | std::uint64_t{now} << 32);
       return true;
     }
-    // They are below 0 where another multiprocessor's clock, or a later look, was a tick ahead.
+    // They are below 0 if another multiprocessor's clock, or a later read, was a tick ahead.
     const std::int64_t ticks =
         static_cast<std::int32_t>(now - static_cast<std::uint32_t>(first >> 32));
     return ticks <= static_cast<std::int64_t>(p_.peers.deadline_ns >> kTickBits) || time_out(rank);
   }
 
-  /// Finds the rank at fault. Ranks with another number of rows may take another variant, and then
-  /// wait for what is never sent; their headers tell. A rank that sends nothing because it waits
-  /// itself has sent its header, so the one without a header is the one that did not come.
+  /// Finds the rank at fault. Ranks with another number of rows may use another variant, and then
+  /// wait for words that are never sent; their headers show it. A rank that sends nothing because
+  /// it waits itself has sent its header, so the one without a header is the one that did not come.
   __device__ bool time_out(int rank) {
     int absent = -1;
     for (int from = 0; from < p_.peers.ranks; ++from) {

@@ -1,5 +1,5 @@
-// Sends states and results in words that are their own flags, without a fence, a flag behind the
-// data or a second look. Nothing is assumed of memory but that four aligned bytes move as a whole.
+// Sends states and results in words that are their own flags, without a fence, a flag after the
+// data or a second read. The only assumption on memory is that four aligned bytes move as a unit.
 #pragma once
 
 #include "kernels/batch_rows.hpp"
@@ -9,10 +9,10 @@
 
 namespace longspan::kernels::cuda {
 
-// A word travels inverted, and the place where it arrives was 0. The one word that would be 0 is a
-// NaN of ones alone, which no arithmetic makes; it goes as another NaN, in fp32 as in the narrower
-// types that may share the word. The thread that has read a word sets its place back to 0, which is
-// its state at rest.
+// A word travels inverted, and its destination was 0. The one word that would be 0 is a NaN with
+// all bits set, which no arithmetic makes; it is sent as another NaN, in fp32 and in the narrower
+// types that may share the word. The thread that has read a word resets it to 0, which is its state
+// at rest.
 
 __device__ inline std::uint32_t sent(std::uint32_t word) {
   return word == ~0u ? 0x80000000u : ~word;
@@ -34,15 +34,15 @@ __device__ inline std::uint32_t columns_at(const Route& r, std::uint32_t row, un
   return r.o + row * r.row_bytes + column * 4;
 }
 
-/// Waits for attention to have left its states. What is found out before that costs no time: where
-/// this rank's row stands, and, by a prefetch, where that is in memory.
+/// Waits until attention has written its states. Work before that costs no time: finding this
+/// rank's row, and prefetching its memory.
 __device__ inline void wait_for_states(const Route& r, std::uint32_t row, unsigned column) {
   arch::prefetch(r.own_state + columns_at(r, min(row, r.rows - 1), column));
   arch::wait_for_kernels_before();
 }
 
 /// This rank's rows that a block takes at once, from `first` on. The block's first threads carry
-/// the statistics of all of them, so that these go together.
+/// the statistics of all of them, so that these are sent together.
 struct OwnRows {
   float4 o;
   float2 stats;
@@ -68,8 +68,8 @@ struct OwnRows {
   }
 };
 
-/// Gives the merged state of a row whose words are there, or on their way; false where the wait has
-/// to end. It asks for the words of all ranks at once, then for those that were missing.
+/// Returns the merged state of a row whose words have arrived, or are in flight; false if the wait
+/// has to end. It requests the words of all ranks at once, then those that were missing.
 template <int kLevels>
 __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, unsigned column,
                         BoundedWait& wait, Piece<4>& state) {
@@ -106,9 +106,9 @@ __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, uns
   return true;
 }
 
-/// Sets rows of the peers' slots back to 0: those that this plane takes at `first`, and `step`
-/// further on, up to `end`. All threads call it after a barrier, when the threads of a row have all
-/// read its statistics.
+/// Resets rows of the peers' slots to 0: those that this plane takes at `first`, and `step` further
+/// on, up to `end`. All threads call it after a barrier, when the threads of a row have all read
+/// its statistics.
 template <int kLevels>
 __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std::uint32_t end,
                      std::uint32_t step, unsigned column) {
@@ -128,8 +128,8 @@ __device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std:
 
 // ---- results -----------------------------------------------------------------------------------
 
-/// A row of the result, looked up where this is made, while states are on their way. Rows that are
-/// not in the batch are left alone.
+/// A row of the result, looked up on construction, while states are in flight. Rows that are not in
+/// the batch are left alone.
 struct ResultRow {
   std::uint32_t token;
   RowEpilogue end;
@@ -148,7 +148,7 @@ struct ResultRow {
   }
 };
 
-/// Asks for four elements of a dense `out` in a peer buffer.
+/// Requests four elements of a dense `out` in a peer buffer.
 __device__ inline void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,
                                     uint4& words) {
   if (size == 4) return arch::load_volatile_if(wanted, from + at * 4, words);

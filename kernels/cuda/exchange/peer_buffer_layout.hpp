@@ -1,13 +1,14 @@
-// The layout of a peer buffer. It holds what the rank keeps for itself, then copies of what others
-// write, one for each of the exchanges that may be on their way at once.
+// The layout of a peer buffer. It holds data that the rank keeps for itself, then copies of what
+// others write, one for each of the exchanges that may be in flight at once.
 //
-// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: peer buffers are made of zeros,
-// which belong to no exchange, and three divides 2^32 - 1, so that the copies go on in turn.
+// Exchanges are counted from 1, and after 2^32 - 1 comes 1 again: peer buffers start as zeros,
+// which belong to no exchange. Three divides 2^32 - 1, so that the rotation of the copies
+// continues.
 //
-// A rank starts epoch e + 2 only after it has e + 1 of every peer, which a peer sends only when its
-// kernel of epoch e has ended, with the words of e set back to 0. So two copies would do, were it
-// certain that a kernel is over before the next one begins. Three leave room for a kernel that
-// starts while the one before it ends.
+// A rank starts epoch e + 2 only after it has e + 1 of every peer. A peer sends that only when its
+// kernel of epoch e has ended, with the words of e reset to 0. Two copies would be enough if every
+// kernel ended before the next one begins. The third is for a kernel that starts while the one
+// before it ends.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +25,11 @@ LONGSPAN_HD inline std::uint32_t next_epoch(std::uint32_t epoch) {
 }
 LONGSPAN_HD inline std::uint32_t copy_of(std::uint32_t epoch) { return epoch % kCopies; }
 
-/// What stands at the start of a rank's own peer buffer, for its threads that wait long
-/// (BoundedWait).
+/// The start of a rank's own peer buffer, for its threads that wait long (BoundedWait).
 struct Watch {
-  std::uint32_t stopped;  // not 0 where there is a report, and every wait ends
-  std::uint32_t turns;    // looks so far; it never stops counting
-  std::uint64_t began;    // when a wait was first long, above the epoch that it was in
+  std::uint32_t stopped;  // not 0 if there is a report; every wait then ends
+  std::uint32_t turns;    // polls so far; it never stops counting
+  std::uint64_t began;    // when a wait first became long, above the epoch that it was in
 };
 
 struct PeerBufferLayout {
@@ -43,12 +43,12 @@ struct PeerBufferLayout {
     return round_up(sizeof(Watch)) + index * copy_bytes();
   }
 
-  // The offsets of what lies in a copy:
+  // The offsets within a copy:
 
-  // [ranks] lines, in which a rank says what it exchanges, with the epoch twice
+  // [ranks] header lines, one from each rank, with the epoch twice
   LONGSPAN_HD static std::int64_t header(int rank) { return rank * std::int64_t{16}; }
-  // [ranks] slots, as each is in its rank's own memory, for as many rows as the exchange has; their
-  // words are 0 except while they are on their way
+  // [ranks] slots, with the layout of each in its rank's own memory, for as many rows as the
+  // exchange has; their words are 0 except while they are in flight
   LONGSPAN_HD std::int64_t slot(int rank) const {
     return header(PeerView::kMostRanks) + rank * round_up(StateSlots::bytes(rows, dim));
   }

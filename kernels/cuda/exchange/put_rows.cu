@@ -1,5 +1,5 @@
-// Puts rows into the memory of all ranks (RowPuts). A few blocks are enough for the links between
-// GPUs; an attention that is queued behind them begins beside them, on the other multiprocessors.
+// Puts rows into the memory of all ranks (RowPuts). A few blocks saturate the links between GPUs;
+// an attention that is queued after them runs beside them, on the other multiprocessors.
 #include <algorithm>
 
 #include "kernels/cuda/arch/overlap.cuh"
@@ -12,10 +12,10 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 1024;  // few multiprocessors have many loads under way
-constexpr int kShare = 6;       // beside an attention one of so many multiprocessors puts
+constexpr int kThreads = 1024;  // few multiprocessors keep many loads in flight
+constexpr int kShare = 6;       // beside an attention one in this many multiprocessors puts
 
-/// Whether no block of this kernel has begun before. A warp asks, once.
+/// Whether no block of this kernel has begun before. A warp calls it, once.
 __device__ bool begins_first(PutFlags& own) {
   unsigned earlier = 0;
   if (threadIdx.x == 0) earlier = atomicInc(&own.blocks, gridDim.x - 1);
@@ -23,13 +23,13 @@ __device__ bool begins_first(PutFlags& own) {
 }
 
 /// The block that begins first opens the run, before the attention may begin: it waits until all
-/// that the others put here before is here, and tells them that this rank has room. Every block
-/// then waits until every rank has. Blocks begin in any order, and one that has not begun, as work
-/// of other streams is in its way, keeps no other rank waiting.
+/// earlier puts of the others here have arrived, and tells them that this rank has room. Every
+/// block then waits until every rank has room. Blocks begin in any order, and a block that has not
+/// begun, because work of other streams is in its way, keeps no other rank waiting.
 __device__ void meet(const PutRanks& among) {
   const int lane = static_cast<int>(threadIdx.x);
   PutFlags& own = *among.flags[among.rank];
-  const std::uint64_t runs = arch::load_whole(&own.runs);  // which the last warp counts up
+  const std::uint64_t runs = arch::load_whole(&own.runs);  // which the last warp increments
   const bool other = lane < among.ranks && lane != among.rank;
   if (threadIdx.x < 32 && begins_first(own)) {
     if (lane == 0) arch::store_whole(&own.before, runs * PutFlags::kRun);
@@ -44,7 +44,7 @@ __device__ void meet(const PutRanks& among) {
   __syncthreads();
 }
 
-/// One warp of the grid. All of them put one piece after the other.
+/// One warp of the grid. All of them put one piece after another.
 class Putter {
  public:
   __device__ explicit Putter(const RowPuts& puts)
@@ -66,7 +66,7 @@ class Putter {
   }
 
  private:
-  /// Puts what a piece has of some rows of a block.
+  /// Puts the part of some rows of a block that belongs to a piece.
   __device__ void put(const RowPuts::Block& block, std::int64_t row, int piece) {
     StridedCopy some = block.copy;
     const std::int64_t column = std::int64_t{piece / block.every} * block.part_width;
@@ -77,8 +77,8 @@ class Putter {
     if (some.width > 0 && some.rows > 0) copy_block(some, {lane_, 32});
   }
 
-  /// Tells all ranks that a piece is here, once every warp has put its part. The last warp of the
-  /// last piece closes the run.
+  /// Signals to all ranks that a piece has arrived, once every warp has put its part. The last warp
+  /// of the last piece closes the run.
   __device__ void finish(int piece) {
     __threadfence_system();
     __syncwarp();
@@ -100,7 +100,7 @@ class Putter {
     count(1);
   }
 
-  /// What this warp knows to be put is seen by whoever sees that it is counted.
+  /// Puts that this warp has observed are visible to any thread that sees the increment.
   __device__ void count(std::uint64_t more) {
     __threadfence_system();
     __syncwarp();

@@ -1,5 +1,5 @@
 // The host side of the Hopper kernel: it chooses the tile for a call and launches. The fixed order
-// has a file of its own (attend_sm90_fixed_order.cu).
+// has its own file (attend_sm90_fixed_order.cu).
 #include "kernels/cuda/hopper/attend_sm90_launch.cuh"
 
 #include <cuda_runtime.h>
@@ -30,10 +30,10 @@ bool scale_terms(const double (&terms)[kCount], double scale, double height, int
   return sound;
 }
 
-/// The best polynomials of degrees 2 and 4 in x^2 to tanh x / x for |x| <= 0.1875 and 0.6, off by
-/// 7.2e-8 and 7.3e-8, and the best quotient of degrees 2 and 3 for |x| <= 2.5, off by 5.6e-8; with
-/// the scale in their terms, and but for cap_scores the height. Where terms would leave the range
-/// of a float none is taken: with no reach and no terms, 0 is 0.
+/// The best polynomials of degrees 2 and 4 in x^2 to tanh x / x for |x| <= 0.1875 and 0.6, with
+/// errors of 7.2e-8 and 7.3e-8. Then the best quotient of degrees 2 and 3 for |x| <= 2.5, with an
+/// error of 5.6e-8. Their terms include the scale and, except for cap_scores, the height. If terms
+/// would exceed the range of a float, none is used: with no reach and no terms, 0 is 0.
 Softcap softcap_of(const Score& score) {
   if (score.softcap == 0.0f) return {};
   constexpr double kThird[] = {0.999999928359, -0.333296594329, 0.130532899459};
@@ -132,10 +132,10 @@ bool runs_here() {
 #ifdef LONGSPAN_SM90A
   constexpr bool kBuilt = true;
 #else
-  constexpr bool kBuilt = false;  // this build holds no code for sm_90a
+  constexpr bool kBuilt = false;  // this build has no code for sm_90a
 #endif
   const int major = limits_of_gpu().major, minor = limits_of_gpu().minor;
-  const auto ptx_version = [] {  // asked for once: it is the same on all GPUs of this capability
+  const auto ptx_version = [] {  // queried once: it is the same on all GPUs of this capability
     using Some = Tile<__half, kDim64>;
     static const int found =
         cuda::ptx_version_of(reinterpret_cast<const void*>(attend_kernel<Some>));

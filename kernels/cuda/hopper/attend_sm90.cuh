@@ -1,19 +1,19 @@
-// Attention forward on Hopper, out of three engines that run at once: TMA brings tiles of keys and
+// Attention forward on Hopper, with three engines that run at once: TMA loads tiles of keys and
 // values, the tensor cores multiply, the arithmetic units do the softmax.
 //
 //     S = Q K^T     P = exp2(c S - m)     O = O ratio + P V          (c = scale log2 e)
 //
-// Softcap and ALiBi change S on its way to P (attend_sm90_scores.cuh), in instances of their own.
-// So are products of e4m3 (attend_sm90_fp8.cuh), for which two warps more transpose the values and
-// consumers take other steps; and the fixed order (attend_sm90_fixed_order.cuh), whose tiles of
-// keys are its segments, each with a state of its own, in the order of the tree.
+// Softcap and ALiBi change S before it becomes P (attend_sm90_scores.cuh), in separate instances.
+// So do products of e4m3 (attend_sm90_fp8.cuh): two more warps transpose the values, and consumers
+// use other steps. So does the fixed order (attend_sm90_fixed_order.cuh), whose tiles of keys are
+// its segments, each with its own state, in the order of the tree.
 //
-// A block is a scheduler warp, a producer warp (three where keys lie in pages:
-// attend_sm90_pages.cuh), and two or three consumer warpgroups of 64 query rows each. Q, K and V
-// stand in shared memory, K and V in a pipeline of stages; S, P and O stay in registers. A consumer
-// asks for the scores of the next tile together with the product of this one's weights and values
-// (attend_sm90_16bit.cuh), so that its softmax runs beside its own products and beside those of the
-// other consumers. Blocks are persistent and take one work tile after the other.
+// A block is a scheduler warp, a producer warp (three if keys are in pages: attend_sm90_pages.cuh),
+// and two or three consumer warpgroups of 64 query rows each. Q, K and V are in shared memory, K
+// and V in a pipeline of stages; S, P and O stay in registers. A consumer issues the scores of the
+// next tile together with the product of this one's weights and values (attend_sm90_16bit.cuh), so
+// that its softmax runs beside its own products and beside those of the other consumers. Blocks are
+// persistent and take one work tile after another.
 //
 // Key tiles are walked from the last visible key leftwards, each ending where the one before began:
 // no tile reaches past the keys, and under a causal mask only the first tile is cut by the mask.
@@ -31,7 +31,7 @@
 
 namespace longspan::kernels::sm90 {
 
-/// The first warpgroup: the second warp is the scheduler, the others produce what consumers need.
+/// The first warpgroup: the second warp is the scheduler, the others are producers.
 template <class T>
 __device__ __forceinline__ void produce(const Call& call, Shared<T>& shared) {
   const unsigned warp = threadIdx.x / 32;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void produce(const Call& call, Shared<T>& shared) {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_constant__ Call call) {
-  // Builds for other GPUs hold an empty kernel that nobody launches.
+  // Builds for other GPUs have an empty kernel that is never launched.
   if constexpr (kHasWgmma) {
     std::byte* const memory = shared_by_1024;
     Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);

@@ -1,4 +1,4 @@
-// The consumers' main loop for 16-bit elements. A warpgroup asks for the scores of the next tile
+// The consumers' main loop for 16-bit elements. A warpgroup issues the scores of the next tile
 // together with the product of this one's weights and values, so that its softmax runs beside its
 // own products.
 #pragma once
@@ -48,8 +48,8 @@ class Consumer16Bit : Consumer<T> {
       make_weights();
 #pragma unroll 1
       for (int tile = 1; tile < tiles; ++tile) {
-        // The wait for P V stands here and not after the softmax: ptxas moves a wait up to the head
-        // of its basic block, and so P V runs beside the softmax, which lies in the block before.
+        // The wait for P V is here and not after the softmax: ptxas moves a wait to the start of
+        // its basic block. P V thus runs beside the softmax, which is in the block before.
         wgmma_wait<0>();
         if (tile > 1) end_values();
         take_weights();
@@ -68,7 +68,7 @@ class Consumer16Bit : Consumer<T> {
       take_weights();
 
       // The last values of this work tile and the first scores of the next run together. After the
-      // last work tile the scores are of no use, but ptxas wants no branch around them.
+      // last work tile the scores are unused, but ptxas wants no branch around them.
       const int done = work.stage;
       work.advance();
       begin_values();
@@ -87,11 +87,11 @@ class Consumer16Bit : Consumer<T> {
   __device__ __forceinline__ void begin_work() {
     Base::begin_work();
     clear_ = shared.work[work.stage].clear;
-    if (call.params.resume) {  // the loads are on their way during the first softmax
+    if (call.params.resume) {  // the loads are in flight during the first softmax
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         load_state<T>(call, shared, work.stage, row + 8 * h, softmax, h, o);
-      __syncwarp();  // rows part ways at an empty state
+      __syncwarp();  // rows diverge at an empty state
     }
   }
 
@@ -108,7 +108,7 @@ class Consumer16Bit : Consumer<T> {
     release_values();
   }
 
-  /// Finds how the next tile gets its bias, while its products are on their way.
+  /// Determines the bias of the next tile while its products are in flight.
   __device__ __forceinline__ void find_bias() {
     if constexpr (T::kScores == Scores::any)
       bias_ = find_tile<T>(shared.alibi.terms[work.stage], first_key - T::kKeys, 64 * group);
@@ -150,7 +150,7 @@ class Consumer16Bit : Consumer<T> {
     softmax.update_less(s, less, bias_.below, ratio);
   }
 
-  /// s becomes scores, whose factor is 1, or tanh, whose factor stays.
+  /// s becomes scores, whose factor is 1, or tanh, whose factor is applied later.
   __device__ __forceinline__ void cap_or_scale(float& factor, int existing) {
     const Softcap& cap = call.softcap;
     const unsigned most = uniform(is_cut()) ? UINT_MAX : find_most(s, existing);
@@ -173,7 +173,7 @@ class Consumer16Bit : Consumer<T> {
     return shared.work[work.stage].rows - row;
   }
 
-  /// P is rounded, and O meets the origin of its exponentials.
+  /// P is rounded, and O is rescaled to the origin of its exponentials.
   __device__ __forceinline__ void take_weights() {
     round_weights<typename T::Element>(p, s);
     if (__any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f)) rescale(o, ratio);

@@ -1,5 +1,5 @@
-// What a block of the Hopper kernel works with: its arguments, the work tile that it is on, and its
-// shared memory with the barriers of its pipelines. attend_sm90.cuh has the algorithm.
+// The data of a block of the Hopper kernel: its arguments, its current work tile, and its shared
+// memory with the barriers of its pipelines. attend_sm90.cuh has the algorithm.
 #pragma once
 
 #include <climits>
@@ -22,7 +22,8 @@ using cuda::PipelineState;
 
 // ---- arguments -------------------------------------------------------------------------------
 
-/// A score is height * tanh(scale * product). The forms of it differ in how far from 0 they hold.
+/// A score is height * tanh(scale * product). Its forms differ in the range around 0 in which they
+/// hold.
 struct Softcap {
   float scale;
   float height;    // base 2; 0: no cap
@@ -35,15 +36,15 @@ struct Softcap {
   float below[3];  // (1 + below[0] x^2 + below[1] x^4 + ...)
 };
 
-/// How rows get to shared memory.
+/// How rows are loaded into shared memory.
 enum class Brings : std::uint8_t {
   boxes,     // by TMA
   chunks,    // 16 bytes at a time
   elements,  // one by one
 };
 
-/// What the fixed order needs besides. Rows of any layout get to the same places in shared memory,
-/// so that it changes no bit how they come.
+/// The fixed order's additional arguments. Rows of any layout get to the same places in shared
+/// memory, so the way of loading changes no bit.
 struct SegmentSources {
   Brings q, k, v;
   std::byte* stack;  // [blocks, depth] states of a block's rows
@@ -51,42 +52,42 @@ struct SegmentSources {
 };
 
 struct Call {
-  CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; where
-                        // sequences lie apart, q has the heads of one behind those of the other
+  CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; if sequences
+                        // lie apart, q has the heads of one after those of the other
   AttendParams params;
   Finished finished;
   unsigned slots;       // tiles of query rows over the batch, some of them empty
   unsigned section;     // heads walked together, so that their keys and values stay in L2
   unsigned work_tiles;  // slots x heads
-  unsigned own_slots;   // the first slots, whose rows see no key that still comes
-  int least_rows;       // this launch leaves out sequences of fewer query rows
+  unsigned own_slots;   // the first slots, whose rows see no key that is still arriving
+  int least_rows;       // this launch skips sequences of fewer query rows
   unsigned* next;       // counts the work tiles taken beyond the first of each block
   Softcap softcap;
-  CUtensorMap own_k, own_v;  // as k and v, of arrivals.k and v
-  KeyArrivals arrivals;      // or none: then all keys are there
+  CUtensorMap own_k, own_v;  // as k and v, for arrivals.k and v
+  KeyArrivals arrivals;      // or none: then all keys have arrived
   cuda::Divisor by_page;     // keys of a page
   SegmentSources sources;    // for the fixed order
 };
 
-/// What was here of every rank ahead of the run.
+/// The counter for each rank's data here, before the run.
 __device__ inline std::uint64_t here_before(const KeyArrivals& arrivals) {
   return arrivals ? cuda::arch::load_whole(&arrivals.flags->before) : 0;
 }
 
-/// One thread waits until so much of a rank is here, for TMA too.
+/// One thread waits until a rank's counter has reached `count`, for TMA too.
 __device__ inline void await_rank(const KeyArrivals& arrivals, int rank, std::uint64_t count) {
   cuda::await_count(*arrivals.flags, arrivals.flags->here + rank, count);
   cuda::arch::publish_to_tma();
 }
 
-/// One thread waits until every rank has said what it means by the run, this one too, which says it
-/// at the same time.
+/// One thread waits until every rank has reported its run, including this one, which reports it at
+/// the same time.
 __device__ inline void await_words(const KeyArrivals& arrivals) {
   const std::uint64_t before = here_before(arrivals);
   for (int rank = 0; rank < arrivals.ranks; ++rank) await_rank(arrivals, rank, before + 1);
 }
 
-/// Whether keys and values come out of pages.
+/// Whether keys and values are in pages.
 template <class T>
 __device__ bool has_pages(const Call& call) {
   return T::kPages && call.params.pages;
@@ -94,8 +95,8 @@ __device__ bool has_pages(const Call& call) {
 
 // ---- the work tile ---------------------------------------------------------------------------
 
-/// Where a rank's keys of one sequence stand, for positions that ascend: the shard's rule in 32
-/// bits. They are two runs of positions (contiguous, ranges, zigzag), or blocks dealt out in turn.
+/// The positions of a rank's keys of one sequence, if they ascend: the shard's rule in 32 bits.
+/// They are two runs of positions (contiguous, ranges, zigzag), or blocks distributed in turn.
 struct KeyPositions {
   int start[2], count[2];
   int sequence;
@@ -111,7 +112,7 @@ struct KeyPositions {
       return;
     }
     const int keys = static_cast<int>(shard.local_len(kv_len));
-    // Blocks may be longer than any sequence: what is past 31 bits is past all positions.
+    // Blocks may be longer than any sequence: anything past 31 bits is past all positions.
     const auto capped = [](std::int64_t x) { return static_cast<int>(x < INT_MAX ? x : INT_MAX); };
     block = shard.layout == Layout::interleaved ? capped(shard.block)
             : shard.layout == Layout::striped   ? 1
@@ -163,20 +164,20 @@ struct WorkTile {
 /// The positions of a sequence's local keys: runs of `run` keys with `gap` positions between them.
 struct KeyRuns {
   int start, run, gap;
-  int gaps;  // at most so many
+  int gaps;  // at most this many
 
   __device__ int position(int key) const { return start + key + min(key / run, gaps) * gap; }
 };
 
-/// What ALiBi needs to know of a work tile. A row at position i adds slope * (j - i) to its scores,
-/// or -slope * |j - i|: this is small for the keys that count, which a distance from the first
-/// query would not be. The difference is one number for a row, and the epilogue adds it.
+/// The data of a work tile for ALiBi. A row at position i adds slope * (j - i) to its scores, or
+/// -slope * |j - i|: this is small for the keys that count, unlike a distance from the first query.
+/// The difference is one number for a row, and the epilogue adds it.
 struct AlibiTerms {
   float slope;     // base 2
   float lift;      // base 2; the epilogue adds a row's index among the queries times this
   int index;       // of the work tile's first row; those of its others follow
   int position;    // of that row
-  bool two_sided;  // keys stand on both sides of the rows, and both lose
+  bool two_sided;  // keys are on both sides of the rows, and both get a negative bias
   KeyRuns runs;
 };
 
@@ -185,12 +186,12 @@ struct AlibiTerms {
 template <int kGroups, int kKeys>
 struct AlibiShared {
   AlibiTerms terms[2];
-  int positions[kGroups][kKeys];  // of a group's tile where they are no arithmetic progression
+  int positions[kGroups][kKeys];  // of a group's tile if they are not an arithmetic progression
 };
 
-/// What e4m3 needs besides: values as TMA brings them, and the factors of the work tiles. One tile
-/// of values is enough: it is free again once it is transposed, long before the consumers are done
-/// with it, and a second would cost a tile of 256 columns a quarter of its keys.
+/// The additional memory for e4m3: values as loaded by TMA, and the factors of the work tiles. One
+/// tile of values is enough: it is free again once it is transposed, long before the consumers are
+/// done with it, and a second would cost a tile of 256 columns a quarter of its keys.
 template <class T>
 struct StoredValues {
   alignas(1024) typename T::Element v[T::kPanels][T::kKeys][T::kPanelElements];
@@ -199,13 +200,13 @@ struct StoredValues {
   float value_factor[2];  // of O
 };
 
-/// The barriers of tiles that were copied out of pages, and are not fenced yet.
+/// The barriers of tiles that were copied from pages, and are not fenced yet.
 template <int kStages>
 struct Landed {
   Barrier k[kStages], v[kStages];
 };
 
-/// What the fixed order needs besides.
+/// The additional memory of the fixed order.
 template <class T>
 struct WaitingStates {
   float4 near[T::kQuads][T::kStateThreads];  // the O of the state that waits near
@@ -244,9 +245,10 @@ struct Shared {
       waiting;
 };
 
-inline constexpr int kPageWarps = 2;  // that copy keys and values out of pages
+inline constexpr int kPageWarps = 2;  // that copy keys and values from pages
 
-/// One thread initialises the barriers: each counts who fills its buffer, or who empties it.
+/// One thread initialises the barriers: each counts the threads that fill its buffer, or that empty
+/// it.
 template <class T>
 __device__ __forceinline__ void init_barriers(const Call& call, Shared<T>& shared) {
   constexpr int kConsumerWarps = 4 * T::kConsumers;

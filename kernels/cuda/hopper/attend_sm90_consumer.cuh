@@ -1,12 +1,11 @@
-// What the consumer warpgroups of the Hopper kernel have in common, whatever their elements: their
-// part of the pipelines, their turns at the tensor cores, S = Q K^T, the mask, and the epilogue.
-// The main loops, which say in which order these steps run, are in attend_sm90_16bit.cuh and
-// attend_sm90_fp8.cuh.
+// What all consumer warpgroups of the Hopper kernel share, whatever their elements: their part of
+// the pipelines, their turns at the tensor cores, S = Q K^T, the mask, and the epilogue. The main
+// loops, which order these steps, are in attend_sm90_16bit.cuh and attend_sm90_fp8.cuh.
 //
 // A step is a method over the state of a thread and is always inlined, so that S, P and O stay in
-// registers. Their arrays stand beside the object that has the steps, not in it: a compiler takes
-// an object apart only when all of it is indexed by constants, and loops over an array in it would
-// be unrolled too late for the rest to be optimised.
+// registers. Their arrays are beside the object that has the steps, not in it: a compiler splits an
+// object only if all of it is indexed by constants, and loops over an array in it would be unrolled
+// too late for the rest to be optimised.
 #pragma once
 
 #include "kernels/cuda/arch/store_same.cuh"
@@ -25,7 +24,7 @@ __device__ void multiply_qk(float (&s)[T::kKeys / 2], const void* q, const void*
         advance(b, step / 4 * T::kPanelBytes + step % 4 * 32), step > 0);
 }
 
-/// Scores of keys that a row does not see become `value`. The tile stands at local key `first`.
+/// Sets scores of keys that a row does not see to `value`. The tile starts at local key `first`.
 /// rows: of the work tile; row: the thread's first.
 template <int kCount>
 __device__ void mask_scores(float (&s)[kCount], float value, int first, const RowKeys* rows,
@@ -43,8 +42,8 @@ __device__ void mask_scores(float (&s)[kCount], float value, int first, const Ro
   }
 }
 
-/// The first `keys` keys of a tile of values become zeros: memory that no row may see can hold NaN,
-/// and 0 NaN is NaN. kThreads threads do it together and share the barrier.
+/// Clears the first `keys` keys of a tile of values: memory that no row may see can hold NaN, and 0
+/// NaN is NaN. kThreads threads do it together and share the barrier.
 template <class T, int kThreads>
 __device__ void clear_keys(typename T::Element (&v)[T::kPanels][T::kKeys][T::kPanelElements],
                            int keys, int barrier) {
@@ -57,7 +56,7 @@ __device__ void clear_keys(typename T::Element (&v)[T::kPanels][T::kKeys][T::kPa
   named_sync(barrier, kThreads);
 }
 
-/// What a thread of a consumer holds in registers.
+/// The registers of a consumer's thread.
 template <class T>
 struct Fragments {
   float (&s)[T::kKeys / 2];                    // scores, then weights
@@ -82,7 +81,7 @@ struct Consumer : Fragments<T> {
         lane(threadIdx.x % 32),
         row(64 * group + 16 * (threadIdx.x / 32 % 4) + lane / 4) {}
 
-  // ---- turns at the tensor cores: one warpgroup at a time asks for products
+  // ---- turns at the tensor cores: one warpgroup at a time issues products
 
   __device__ __forceinline__ int turn_barrier_of_next() const {
     return kTurnBarrier + (group + 1) % T::kConsumers;
@@ -111,7 +110,8 @@ struct Consumer : Fragments<T> {
     release(shared.v_empty[v.stage]);
     v.advance();
   }
-  /// As wait_work for the work tile after this one, whose queries and first keys are then there.
+  /// The same as wait_work for the work tile after this one; its queries and first keys have then
+  /// arrived.
   __device__ __forceinline__ int wait_next_work() {
     const int tiles = wait_work();
     if (tiles > 0) {
@@ -166,7 +166,7 @@ struct Consumer : Fragments<T> {
 
   const Call& call;
   Shared<T>& shared;
-  const int group;  // which warpgroup of the consumers
+  const int group;  // index of the consumer warpgroup
   const int lane;
   const int row;  // of the work tile; the thread's second row is row + 8
 

@@ -1,14 +1,14 @@
-// The two ends of a consumer's query rows in the Hopper kernel: the state that they may begin from,
-// and the epilogue, which stores their state or their finished result.
+// The start and end of a consumer's query rows in the Hopper kernel: the state from which they may
+// start, and the epilogue, which stores their state or their finished result.
 #pragma once
 
 #include "kernels/cuda/hopper/attend_sm90_softmax.cuh"
 
 namespace longspan::kernels::sm90 {
 
-/// A row begins from the state that stands at it, unless that is empty. Its maximum becomes the
-/// row's origin, and its sum that of one thread of the four. The thread reads just what it writes
-/// in store_state, and max and sum, which the first of the four writes there.
+/// A row starts from its state in memory, unless that is empty. Its maximum becomes the row's
+/// origin, and its sum that of one thread of the four. The thread reads exactly what it writes in
+/// store_state, and max and sum, which the first of the four writes there.
 template <class T>
 __device__ void load_state(const Call& call, const Shared<T>& shared, int stage, int row,
                            OnlineSoftmax<T>& softmax, int h, float (&o)[T::kDim / 2]) {
@@ -32,8 +32,8 @@ __device__ void load_state(const Call& call, const Shared<T>& shared, int stage,
     }
 }
 
-/// The factor of O that its sum does not have: the scale of quantised values, and, where weights
-/// were rounded to e4m3, the exact sum over the rounded one. sum: the row's.
+/// The factor of O that its sum does not have: the scale of quantised values, and, if weights were
+/// rounded to e4m3, the exact sum over the rounded one. sum: the row's.
 template <class T>
 __device__ float value_factor(const Shared<T>& shared, int stage, float sum, int h,
                               const float (&o)[T::kColumns / 2]) {
@@ -71,7 +71,7 @@ __device__ void store_state(const Call& call, const Shared<T>& shared, int stage
 }
 
 /// Four lanes of a quad hold a row's columns in pairs. They swap pairs until each holds eight
-/// columns in a row, so that every store is 16 bytes.
+/// consecutive columns, so that every store is 16 bytes.
 __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
   const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
   std::uint32_t x[4], y[4];
@@ -90,7 +90,7 @@ __device__ inline uint4 gather_eight(const std::uint32_t (&w)[4]) {
   return {y[0], y[1], y[2], y[3]};
 }
 
-/// Where one row of a head ends that is finished.
+/// The destination of one finished row of a head.
 template <class Result>
 struct FinishedRow {
   Result* out;

@@ -1,4 +1,4 @@
-// The host side of the Hopper kernel in the fixed order: how the rows of a call are brought.
+// The host side of the Hopper kernel in the fixed order: how the rows of a call are loaded.
 #include <algorithm>
 #include <cstddef>
 
@@ -21,7 +21,7 @@ auto with_instance(const AttendParams& params, const Run& run) {
                                      : of.template operator()<__nv_bfloat16>();
 }
 
-/// How keys or values come. TMA wants rows at multiples of 16 bytes.
+/// How keys or values are loaded. TMA needs rows at multiples of 16 bytes.
 Brings brings_of(const KvRows& rows, const AttendParams& params) {
   if (!params.pages && rows.dense() && cuda::is_aligned<8>(rows, params.dtype))
     return Brings::boxes;

@@ -1,17 +1,17 @@
-// The consumers' main loop in the fixed order (longspan/order.hpp), for which the bits of a row are
-// those of one expression, whoever holds its keys. A tile of keys is a segment. It has one maximum,
-// one sum, and a product of weights and values that begins afresh, and its state folds with those
-// that wait for it:
+// The consumers' main loop in the fixed order (longspan/order.hpp), in which the bits of a row are
+// those of one expression, whichever rank holds its keys. A tile of keys is a segment. It has one
+// maximum, one sum, and a product of weights and values that starts from zero, and its state folds
+// with waiting states:
 //
 //     S = Q K^T    m = max c S    P = exp2(c S - m)    l = sum P    O = P V    merge, merge ...
 //
-// A warpgroup asks for the scores of the next segment behind the values of this one, and folds with
-// what waits in memory while they are made. Its softmax runs beside the products of the other
-// warpgroup: they take turns. (With the softmax beside the own values, as in
-// attend_sm90_16bit.cuh, no registers are left in which a state could wait.) Of the states that
-// wait, half do so in registers, a quarter in shared memory, a quarter in memory that stays in L2
-// (fold_plan.cuh): a state of 128 rows at dim 128 takes as many bytes as the keys and values of a
-// segment, so that all of them in L2 would be twice the traffic of those, and more than L2 has.
+// A warpgroup issues the scores of the next segment after the values of this one, and folds with
+// states in memory while they are computed. Its softmax runs beside the products of the other
+// warpgroup: they take turns. (With the softmax beside the own values, as in attend_sm90_16bit.cuh,
+// no registers would be left for a waiting state.) Of the waiting states, half are in registers, a
+// quarter in shared memory, a quarter in memory that stays in L2 (fold_plan.cuh). A state of 128
+// rows at dim 128 takes as many bytes as the keys and values of a segment, so all of them in L2
+// would be twice the traffic of those, and more than L2 can serve.
 #pragma once
 
 #include "kernels/cuda/combine/row_epilogue.cuh"
@@ -22,8 +22,8 @@ namespace longspan::kernels::sm90 {
 using cuda::FoldStep;
 using cuda::Waits;
 
-/// How two states of a row merge. It has the law and the bits of longspan::fold, by selections
-/// instead of branches.
+/// How two states of a row merge. It gives the bits of longspan::fold, with selections instead of
+/// branches.
 struct Merging {
   bool newer_leads, alone;
   float ratio;
@@ -49,7 +49,7 @@ struct RowStats {
   Stats first, second;
 };
 
-/// They are the same in the four lanes that share the rows, of which each may keep one number.
+/// They are the same in the four lanes that share the rows; each lane may keep one number.
 __device__ inline float spread(const RowStats& rows) {
   const int t = threadIdx.x % 4;
   const float max = t < 2 ? rows.first.max : rows.second.max;
@@ -99,10 +99,10 @@ class ConsumerInOrder : Consumer<T> {
   }
 
  private:
-  /// Where the consumer stands, in one register.
+  /// The progress of the consumer, in one register.
   struct Progress {
-    // Bits 0 and 1: the segment whose scores are under way, counted; 2 and 3: its work tile; from 4
-    // on: the states that wait far.
+    // Bits 0 and 1: the segment whose scores are in flight, counted; 2 and 3: its work tile; from 4
+    // on: the number of states that wait far.
     unsigned bits = 0;
 
     __device__ int stage() const { return bits & 1; }
@@ -134,7 +134,7 @@ class ConsumerInOrder : Consumer<T> {
     Base::begin_scores();
   }
 
-  /// Attends the segment whose scores are under way, and asks for those of the next one. The newest
+  /// Attends the segment whose scores are in flight, and issues those of the next one. The newest
   /// state, in o and newest_, is that of the segment, or, with kMeetsHeld, its merge with the state
   /// that is held in o.
   template <bool kMeetsHeld>
@@ -156,7 +156,7 @@ class ConsumerInOrder : Consumer<T> {
       wait_keys();
     } else {
       // The first scores of the next work tile, which may not be there yet, so the turn ends
-      // before. After the last one they are of no use, but ptxas wants no branch around them.
+      // before. After the last one they are unused, but ptxas wants no branch around them.
       pass_turn();
       at_.next_work();
       wait_work();
@@ -191,8 +191,8 @@ class ConsumerInOrder : Consumer<T> {
   /// product = P V. A turn at the tensor cores begins here.
   __device__ __forceinline__ void multiply_values(Accumulators& product) {
     const int stage = at_.stage();
-    // The turn's barrier stands behind this wait, which is a loop: ptxas moves a barrier up to the
-    // head of its basic block, and the weights would be made within the turn.
+    // The turn's barrier is behind this wait, which is a loop: ptxas moves a barrier to the start
+    // of its basic block, and the weights would otherwise be computed within the turn.
     shared.v_full[stage].wait(at_.parity());
     Base::wait_turn();
     forget(product);
@@ -218,7 +218,7 @@ class ConsumerInOrder : Consumer<T> {
     }
   }
 
-  /// The newest state waits near or far.
+  /// Stores the newest state near or far.
   __device__ __forceinline__ void store(Waits where) {
     if (where == Waits::near) {
       near_ = spread(newest_);
@@ -237,8 +237,8 @@ class ConsumerInOrder : Consumer<T> {
       to[i][own()] = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
   }
 
-  /// How the thread's two rows merge with an older state. It makes their statistics those of the
-  /// merged one.
+  /// How the thread's two rows merge with an older state. It turns their statistics into those of
+  /// the merged one.
   struct Mergings {
     const Merging first, second;
 
@@ -251,9 +251,9 @@ class ConsumerInOrder : Consumer<T> {
     }
   };
 
-  /// o = merge(what a thread has stored there, o): by the batch, behind branches
-  /// that are always taken, as ptxas moves no load above a branch, and otherwise has more of them
-  /// under way than there are registers.
+  /// o = merge(the state that a thread has stored there, o), in batches, behind branches that are
+  /// always taken: ptxas moves no load above a branch, and would otherwise keep more of them in
+  /// flight than there are registers.
   template <int kBegin = 0>
   __device__ __forceinline__ void merge(const Mergings& mergings, const Quads* from) {
     constexpr int kBatch = 8, kEnd = T::kQuads,
@@ -273,10 +273,10 @@ class ConsumerInOrder : Consumer<T> {
       if (opaque(1) != 0) merge<kStop>(mergings, from);
   }
 
-  /// The number of the thread among the consumers'.
+  /// The index of the thread among the consumers'.
   __device__ __forceinline__ static int own() { return static_cast<int>(threadIdx.x) - 128; }
 
-  /// The state that waits far with `depth` older ones; its statistics are behind its O.
+  /// The state that waits far with `depth` older ones; its statistics are after its O.
   __device__ __forceinline__ Quads* far(int depth) const {
     const std::int64_t state = std::int64_t{blockIdx.x} * call.sources.depth + depth;
     return reinterpret_cast<Quads*>(call.sources.stack + state * T::kStateBytes);
@@ -295,7 +295,7 @@ class ConsumerInOrder : Consumer<T> {
     shared.work_empty[stage].arrive();
   }
 
-  /// Stores the state of one row. A row that begins from a state folds with it here.
+  /// Stores the state of one row. A row that starts from a state folds with it here.
   __device__ __forceinline__ void store_merged(int stage, int h) {
     const WorkTile& tile = shared.work[stage];
     const AttendParams& params = call.params;
@@ -324,8 +324,8 @@ class ConsumerInOrder : Consumer<T> {
       }
   }
 
-  /// Stores one row finished, by the steps and with the bits of RowEpilogue, which ends the rows
-  /// whose states come from several ranks.
+  /// Stores one finished row, with the steps and bits of RowEpilogue, which finishes rows with
+  /// states of several ranks.
   __device__ __forceinline__ void divide_and_store(int stage, int h) {
     using Result = typename T::Result;
     const WorkTile& tile = shared.work[stage];
@@ -363,7 +363,8 @@ class ConsumerInOrder : Consumer<T> {
 
   Accumulators& second_;  // of a segment while an older state is held in o
   Progress at_;
-  float held_ = 0, near_ = 0;  // the statistics of what is held and of what waits near, spread
+  float held_ = 0, near_ = 0;  // the statistics of the held state and of the one that waits near,
+                               // spread
   RowStats newest_;            // those of the newest state
 };
 

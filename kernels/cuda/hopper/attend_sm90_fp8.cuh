@@ -1,36 +1,37 @@
-// What the Hopper kernel does besides where q, k and v are e4m3 and are multiplied as they are
-// (AttendParams::fp8_products): twice the speed of the tensor cores.
+// What the Hopper kernel does in addition if q, k and v are e4m3 and are multiplied without
+// conversion (AttendParams::fp8_products), at twice the speed of the tensor cores.
 //
-// Values. The tensor cores take 8-bit operands only with the summed index innermost, so P V wants
-// the keys of a column of V side by side. Two warps of the producer's warpgroup transpose each tile
-// between TMA and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes
-// pairs of bytes, a byte permutation takes the pairs apart, stmatrix stores.
+// Values. The tensor cores take 8-bit operands only with the summed index innermost, so P V needs
+// the keys of a column of V adjacent. Two warps of the producer's warpgroup transpose each tile
+// between TMA and the consumers, in pieces of 32 keys x 16 columns: ldmatrix transposes pairs of
+// bytes, a byte permutation separates the pairs, stmatrix stores.
 //
-// Order of keys. A consumer's thread holds of 16 scores of a row those of keys 2t, 2t + 1, 8 + 2t,
-// 8 + 2t + 1, where the product wants 4t ... 4t + 3 of its operand P. So P's keys are renamed
-// rather than moved: the transposed values have their keys in the same order, which is the one that
-// the permutation of bytes gives by itself.
+// Order of keys. Of 16 scores of a row, a consumer's thread holds those of keys 2t, 2t + 1, 8 + 2t,
+// 8 + 2t + 1, but the product needs 4t ... 4t + 3 of its operand P. So P's keys are renamed rather
+// than moved: the transposed values have their keys in the same order, which is the one that the
+// byte permutation gives by itself.
 //
-// Weights. e4m3 has 3 bits behind its leading one, from 2^-6 to 448, and fixed steps of 2^-9 below.
-// Origins lie 2^8 below a maximum (Tile::kLift), so that a weight of 2^-14 of a row's largest still
-// has its 3 bits, and what is below 2^-18 is lost. The row's sum, hence its lse, is of weights as
-// they were before rounding. O is divided by the sum of rounded ones: where few keys have all the
-// weight, or all values have something in common, the rounding cancels. That sum is a column more
-// of O, made by the same product from a column of ones.
+// Weights. e4m3 has 3 bits after its leading one, from 2^-6 to 448, and fixed steps of 2^-9 below.
+// Origins are 2^8 below a maximum (Tile::kLift), so that a weight of 2^-14 of a row's largest still
+// has its 3 bits, and anything below 2^-18 is lost. The row's sum, hence its lse, is over weights
+// before rounding. O is divided by the sum of rounded ones: if few keys have all the weight, or all
+// values have something in common, the rounding cancels. That sum is one more column of O, computed
+// by the same product from a column of ones.
 //
-// Sums. Of what a tensor core adds to a sum it cuts what lies 13 bits below the sum's leading one.
+// Sums. When a tensor core adds to a sum, it truncates what is 13 bits below the sum's leading one.
 // A sum of weights grows with the number of keys, one of weighted values of either sign with its
-// root; so over many keys all lose, and the column of ones most: over 16,384 keys a quarter. So
-// each tile has sums of its own, which O takes in in fp32 with the multiply-add that rescales it.
+// root. Over many keys all lose accuracy, and the column of ones most: over 16,384 keys a quarter.
+// So each tile has its own sums, which are added to O in fp32 with the multiply-add that rescales
+// it.
 //
-// Registers. Sums take those of the scores, which are weights by then; where O has more columns
-// than a tile has keys, in pieces of columns. So products run beside the softmax of the other
-// consumers, never beside a consumer's own.
+// Registers. Sums reuse those of the scores, which are weights by then; if O has more columns than
+// a tile has keys, in pieces of columns. So products run beside the softmax of the other consumers,
+// never beside a consumer's own.
 //
-// Turns. Consumers wait for the same tiles, which brings them to the same step, and then products
-// run beside no softmax at all. So they take turns at the tensor cores (Tile::kPingPong): a turn is
-// a tile's sums and the next tile's scores, and all that needs no tensor core, the rounding of
-// weights included, stands outside of it.
+// Turns. Consumers wait for the same tiles, which brings them to the same step, and products would
+// then overlap no softmax. So they take turns at the tensor cores (Tile::kPingPong): a turn is a
+// tile's sums and the next tile's scores. All work that needs no tensor core, including the
+// rounding of weights, is outside of it.
 #pragma once
 
 #include <utility>
@@ -39,8 +40,8 @@
 
 namespace longspan::kernels::sm90 {
 
-/// Weights are rounded. A thread's scores are what it must hold of P as the next product's operand,
-/// but for the order of keys: see above.
+/// Rounds weights. A thread's scores are the elements that it must hold of P as the next product's
+/// operand, except for the order of keys: see above.
 template <int kCount>
 __device__ void round_to_e4m3(std::uint32_t (&p)[kCount / 16][4], const float (&s)[kCount]) {
 #pragma unroll
@@ -64,17 +65,18 @@ __device__ void multiply_transposed(float (&sums)[kCount / 2],
 }
 
 /// Two warps transpose the tile `from` [panels of 128 columns][kKeys][128] into `to` [panels of 128
-/// keys][kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores lie
-/// together.
+/// keys][kColumns][128], both in the swizzle. Of each 16 keys those of a thread's scores are
+/// adjacent.
 template <class T>
 __device__ void transpose_tile(const void* from, void* to) {
   constexpr int kChunks = T::kDim / 16;            // of 16 columns
-  constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks under way in a warp
+  constexpr int kBatch = kChunks / 2 < 4 ? 2 : 4;  // chunks in flight in a warp
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 2;
 
   // After ldmatrix, lane 4 g + t has columns 2 g and 2 g + 1 of keys 2t and 2t + 1 in one word. The
   // rows of a matrix to store come from the 8 groups g. They are even columns of the lower groups
-  // and odd ones of the upper, or the reverse: then they lie in 8 different places of the swizzle.
+  // and odd ones of the upper, or the reverse: they then fall into 8 different places of the
+  // swizzle.
   const bool upper = lane >= 16;
   const unsigned first = upper ? 0x7531 : 0x6420, second = upper ? 0x6420 : 0x7531;
   // Lane l addresses row l % 8 of matrix l / 8: matrices (first, second) of 16 keys, then of 16
@@ -110,7 +112,7 @@ __device__ void transpose_tile(const void* from, void* to) {
 /// The transposing warps follow the producer from work tile to work tile and tile to tile.
 template <class T>
 __device__ void transpose(Shared<T>& shared) {
-  constexpr int kBarrier = 1 + 2 * T::kConsumers;  // behind the consumers'
+  constexpr int kBarrier = 1 + 2 * T::kConsumers;  // after the consumers'
   constexpr unsigned kOnes = 0x38383838;           // of e4m3
   StoredValues<T>& stored = shared.stored;
   const int lane = threadIdx.x % 32;
@@ -198,7 +200,7 @@ class ConsumerE4m3 : Consumer<T> {
       add_values();
 
       // The first scores of the next work tile run beside the epilogue of this one. After the last
-      // work tile they are of no use, but ptxas wants no branch around them.
+      // work tile they are unused, but ptxas wants no branch around them.
       const int done = work.stage;
       work.advance();
       tiles = this->wait_next_work();
@@ -217,8 +219,8 @@ class ConsumerE4m3 : Consumer<T> {
     factor_ = shared.stored.score_factor[work.stage];
   }
 
-  /// Maxima are found by whole numbers, three scores at a time: few rows have all their scores
-  /// below 0. And weights are rounded as they come, so that conversions run beside exponentials.
+  /// Maxima are computed on integers, three scores at a time: few rows have all their scores below
+  /// 0. Weights are rounded as they are computed, so that conversions run beside exponentials.
   __device__ __forceinline__ void make_weights() {
     first_key -= T::kKeys;
     mask(-INFINITY);
@@ -236,7 +238,7 @@ class ConsumerE4m3 : Consumer<T> {
   __device__ __forceinline__ void add_pieces(std::integer_sequence<int, kPiece...>) {
     (add_piece<kPiece * kPieceColumns>(), ...);
   }
-  /// Adds the columns from kFrom on. Their sums take the registers of the scores.
+  /// Adds the columns from kFrom on. Their sums reuse the registers of the scores.
   template <int kFrom>
   __device__ __forceinline__ void add_piece() {
     float(&sums)[kSums] = reinterpret_cast<float(&)[kSums]>(s);
@@ -251,7 +253,7 @@ class ConsumerE4m3 : Consumer<T> {
       o[kFrom / 2 + i] = fmaf(o[kFrom / 2 + i], ratio[i / 2 % 2], sums[i]);
   }
 
-  // Where ptxas knows how the barrier's number comes about, it serialises products (C7511) for some
+  // If ptxas knows how the barrier's number is computed, it serialises products (C7511) for some
   // forms of it, others for each tile.
   const int next_turn_;
   float factor_ = 0;  // base 2, from a product to a score

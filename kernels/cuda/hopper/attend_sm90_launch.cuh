@@ -1,5 +1,5 @@
-// What launches of the Hopper kernel have in common on the host: tensor maps, the order of work
-// tiles, the grid.
+// What launches of the Hopper kernel share on the host: tensor maps, the order of work tiles, the
+// grid.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,24 +25,23 @@ inline CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::in
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
-/// That of the queries. Where sequences lie apart, the heads of one stand behind those of the
-/// other.
+/// The map of the queries. If sequences lie apart, the heads of one come after those of the other.
 inline CUtensorMap query_map_of(const AttendParams& params) {
   const std::uint32_t apart = params.q.gap.rows;
   return tensor_map_of(params.q, params.q_dtype, params.head_dim, apart > 0 ? apart : params.tokens,
                        apart > 0 ? params.batch.size * params.heads : params.heads, 64);
 }
 
-/// That of contiguous keys or values. No copy reaches past the keys, and their number, which may be
-/// known on the device only, is not needed here.
+/// The map of contiguous keys or values. No copy reaches past the keys, and their number, which
+/// maybe only the device knows, is not needed here.
 template <class T>
 CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows) {
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   return tensor_map_of(rows, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
 }
 
-/// What the host asks of the current GPU ahead of every launch, and the driver need not be asked
-/// for again.
+/// Properties of the current GPU that the host needs before every launch, cached so that the driver
+/// is not asked again.
 struct GpuLimits {
   int device = -1;
   int major = 0, minor = 0;  // compute capability
@@ -65,7 +64,7 @@ inline const GpuLimits& limits_of_gpu() {
   return known;
 }
 
-/// Lets blocks of the kernel have their shared memory on the current GPU, the first time there.
+/// Sets the shared memory limit of the kernel on the current GPU, the first time there.
 template <class T>
 void allow_shared_memory() {
   static std::atomic<std::uint64_t> allowed = 0;  // a bit for each of the first GPUs
@@ -77,8 +76,8 @@ void allow_shared_memory() {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
-/// The number of heads that walk together: their keys and values on this rank fit half of L2, or
-/// they have a few waves of work tiles, as the longest tiles of the last heads begin late.
+/// The number of heads that are walked together: their keys and values on this rank fit half of L2,
+/// or they have a few waves of work tiles, because the longest tiles of the last heads begin late.
 inline unsigned section_of(const AttendParams& params, unsigned slots, int multiprocessors) {
   const std::int64_t l2_bytes = limits_of_gpu().l2_bytes;
   const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
@@ -102,8 +101,8 @@ unsigned slots_of(const AttendParams& params) {
   return static_cast<unsigned>(slots);
 }
 
-/// The slots, from the first on, whose rows see keys of this rank alone, as far as the host can
-/// tell. What rows see ends further on from row to row.
+/// The number of slots, from the first on, whose rows see only keys of this rank, as far as the
+/// host knows. The end of what rows see ascends from row to row.
 template <class T>
 unsigned own_slots_of(const AttendParams& params) {
   const KeyArrivals* const arrivals = params.arrivals;
@@ -129,14 +128,14 @@ unsigned own_slots_of(const AttendParams& params) {
   return found;
 }
 
-/// The blocks, which stay.
+/// The number of blocks, which are persistent.
 template <class T>
 unsigned blocks_of(const AttendParams& params) {
   return std::min(slots_of<T>(params) * static_cast<unsigned>(params.heads),
                   static_cast<unsigned>(limits_of_gpu().multiprocessors));
 }
 
-/// Completes the call, of which the maps are there, and launches it.
+/// Completes the call, whose maps are set, and launches it.
 template <class T>
 void launch_call(Call& call, const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {

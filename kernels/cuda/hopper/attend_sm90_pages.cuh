@@ -1,11 +1,11 @@
-// The producer warps of the Hopper kernel that load keys and values out of pages. Rows of a tile
-// lie anywhere, and tiles begin anywhere in a page, so no TMA tensor map describes them: two warps
-// look the rows up in the block table and copy them by cp.async, 16 bytes a lane, to the places
-// where TMA would put them, in the order of the other producer (attend_sm90_producer.cuh). A lane
-// looks up a row for the whole warp, and one tile ahead, so that nothing waits for the table.
+// The producer warps of the Hopper kernel that load keys and values from pages. Rows of a tile are
+// anywhere, and tiles begin anywhere in a page, so no TMA tensor map describes them. Two warps look
+// the rows up in the block table and copy them by cp.async, 16 bytes a lane, to the places where
+// TMA would put them, in the order of the other producer (attend_sm90_producer.cuh). A lane looks
+// up a row for the whole warp, and one tile ahead, so that nothing waits for the table.
 //
-// What cp.async has written has to be fenced before the tensor cores read it, and that only once it
-// is there. A third warp waits for that, so that those that copy do not, and announces the tile.
+// Data written by cp.async has to be fenced before the tensor cores read it, and only once it has
+// arrived. A third warp waits for that, so that the copying warps do not, and announces the tile.
 #pragma once
 
 #include "kernels/cuda/hopper/attend_sm90_producer.cuh"
@@ -53,7 +53,7 @@ class PageLoader {
     return entries;
   }
 
-  /// Queues the copies of a tile; each warp arrives at `landed` when its own are there.
+  /// Queues the copies of a tile; each warp arrives at `landed` when its own have completed.
   __device__ void load(Element (&tile)[T::kPanels][T::kKeys][T::kPanelElements], Barrier& landed,
                        const KvRows& source, int first, const Entries& entries) {
     const Element* base = static_cast<const Element*>(source.data) + kv_head_ * source.head_stride;
@@ -99,7 +99,7 @@ class PageLoader {
   int sequence_, kv_head_, begin_, end_;
 };
 
-/// The producer out of pages. All warps of the first warpgroup but the second take part.
+/// The producer for pages. All warps of the first warpgroup except the second take part.
 template <class T>
 class PageProducer {
  public:
@@ -133,7 +133,7 @@ class PageProducer {
     return static_cast<std::uint32_t>(tile / T::kStages) & 1;
   }
 
-  /// Copies the keys of each tile, then the values of the one before it. `key`: behind the last.
+  /// Copies the keys of each tile, then the values of the one before it. `key`: one past the last.
   __device__ __forceinline__ void copy_tiles(int tiles, int row, int head, int key) {
     const AttendParams& params = call_.params;
     typename PageLoader<T>::Entries entries, next = loader_.look_up(key - T::kKeys);
@@ -161,7 +161,7 @@ class PageProducer {
     q_parity_ ^= 1;
   }
 
-  /// One lane hands the same tiles over to the consumers, in the same order.
+  /// One lane passes the same tiles to the consumers, in the same order.
   __device__ __forceinline__ void hand_over_tiles(int tiles) {
     for (int tile = 0; tile <= tiles && threadIdx.x % 32 == 0; ++tile) {
       const int k = done_ + tile, v = done_ + tile - 1;
@@ -182,7 +182,7 @@ class PageProducer {
   Shared<T>& shared_;
   PageLoader<T> loader_;
   const bool leads_;
-  int done_ = 0;  // tiles of keys, and as many of values; each takes the stages in turn
+  int done_ = 0;  // tiles of keys, and as many of values; each uses the stages in turn
   std::uint32_t q_parity_ = 0;
 };
 

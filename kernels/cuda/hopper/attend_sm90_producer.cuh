@@ -1,5 +1,5 @@
 // The producer warp of the Hopper kernel: one thread keeps the pipelines of queries, keys and
-// values filled by TMA. Keys and values out of pages have producer warps of their own
+// values filled by TMA. Keys and values in pages have their own producer warps
 // (attend_sm90_pages.cuh).
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace longspan::kernels::sm90 {
 
-/// The producer asks for the next work tile so many key tiles before the end of this one.
+/// The producer requests the next work tile this many key tiles before the end of the current one.
 inline constexpr int kWantedEarly = 8;
 
 /// One thread loads the work tile's queries, as soon as its consumers are done with those before.
@@ -70,7 +70,7 @@ class Producer {
   }
 
  private:
-  /// Where a tile of keys is read from: a row of k and v, or of the own ones.
+  /// The source of a tile of keys: a row of k and v, or of the own ones.
   struct KeyTile {
     int row;
     bool own;
@@ -92,9 +92,9 @@ class Producer {
            keys.row);
   }
 
-  /// Finds the tile of keys from `key` on, and returns when it is there: own keys alone where they
-  /// lie, and all others among those that come, once the portions of them that some row sees have
-  /// come. A work tile asks for its last tile of keys first, and then leftwards.
+  /// Finds the tile of keys from `key` on, and returns when it has arrived. A tile of own keys only
+  /// is read in place; all others are read among the received keys, once the portions that some row
+  /// sees have arrived. A work tile requests its last tile of keys first, and then leftwards.
   __device__ __forceinline__ KeyTile find(int key) {
     const KeyArrivals& arrivals = call_.arrivals;
     if (!arrivals) return {key, false};
@@ -115,7 +115,7 @@ class Producer {
     await_from(portion, row);
   }
 
-  /// Waits for a portion and those behind it that reach down to `first`.
+  /// Waits for a portion and those after it that reach down to `first`.
   __device__ __forceinline__ void await_from(const KeyArrivals::Portion* portion, int first) {
     await_portion(*portion);
     while (portion->begin > first) await_portion(*++portion);
@@ -144,14 +144,14 @@ class Producer {
   const Call& call_;
   Shared<T>& shared_;
   const std::uint64_t keys_again_;
-  const std::uint64_t before_;  // counts are from here on
+  const std::uint64_t before_;  // counts are relative to this
   PipelineState<T::kStages> k_;
   PipelineState<T::kEightBits ? 1 : T::kStages> v_;
   int kv_head_;
   int first_seen_;        // of the keys, by some row of the work tile
-  int count_;             // of a rank, once what it has of the work tile's head is here
-  int portion_ = 0;       // of KeyArrivals, that has the last key of the tile found last
-  unsigned arrived_ = 0;  // four bits for each rank: the count that was seen there last
+  int count_;             // of a rank, once its part of the work tile's head has arrived
+  int portion_ = 0;       // of KeyArrivals, with the last key of the last found tile
+  unsigned arrived_ = 0;  // four bits for each rank: the last observed count
 };
 
 }  // namespace longspan::kernels::sm90

@@ -1,5 +1,5 @@
-// The scheduler warp of the Hopper kernel: it finds which query rows come next, and which keys each
-// of them sees on this rank. A work tile is a tile of query rows of one sequence and head.
+// The scheduler warp of the Hopper kernel: it finds the next query rows, and the keys that each of
+// them sees on this rank. A work tile is a tile of query rows of one sequence and head.
 #pragma once
 
 #include <climits>
@@ -18,10 +18,10 @@ __device__ int first_slot(const Batch& batch, int b) {
   return static_cast<int>(batch.first_row(b)) / kRows + b;
 }
 
-/// Finds the index-th work tile and returns its sequence. Work tiles stand in sections of
+/// Finds the index-th work tile and returns its sequence. Work tiles are ordered in sections of
 /// heads, in each the slots from the last (the longest under a causal mask) to the first, in each
-/// slot the section's heads. In the first section the slots that wait for no other rank's keys go
-/// ahead; in the others, too, they are there when the longer ones have filled the multiprocessors
+/// slot the section's heads. In the first section the slots that wait for no other rank's keys come
+/// first. In the others they come last, when the longer ones have filled the multiprocessors
 /// unevenly.
 template <class T>
 __device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
@@ -63,7 +63,7 @@ __device__ float empty_lse(const Floats& sinks, int head) {
 }
 
 /// One warp writes the rows that see no key on this rank: their empty state, or their finished
-/// zeros. Rows that began from a state keep it. (Where they end finished they do not come here.)
+/// zeros. Rows that started from a state keep it. (If they end finished, they do not come here.)
 template <class T>
 __device__ void store_empty(const Call& call, const WorkTile& tile) {
   const AttendParams& params = call.params;
@@ -89,7 +89,7 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
 }
 
 /// One warp finds the next work tile while the others attend this one, and announces it together
-/// with the keys that each of its rows sees. It takes a tile only when the producer wants one: a
+/// with the keys that each of its rows sees. It draws a tile only when the producer wants one: a
 /// block with long work takes nothing that another block could begin earlier.
 template <class T>
 class Scheduler {
@@ -124,7 +124,7 @@ class Scheduler {
     if (lane_ == 0) shared_.work[work_.stage].tiles = 0;
     shared_.work_full[work_.stage].arrive();
     if (call_.arrivals.behind_puts)
-      cuda::arch::wait_for_kernels_before();  // so that what follows may
+      cuda::arch::wait_for_kernels_before();  // so that the next kernel may
   }
 
  private:
@@ -133,8 +133,8 @@ class Scheduler {
     int sequence;
     int context_len;
     int rows;     // that exist
-    bool passes;  // they see no key, but have to become a finished result
-    bool busy;    // consumers have to do with them
+    bool passes;  // they see no key, but must become a finished result
+    bool busy;    // the consumers handle them
   };
 
   /// Finds the index-th work tile, and what its rows see.
@@ -161,9 +161,9 @@ class Scheduler {
     }
     __syncwarp();
     const int keys = rows > 0 ? limits[2 * rows - 1] - limits[0] : 0;
-    // Rows that see no key, begin from a state and end finished go through the consumers like all
-    // others. Their one tile of keys stands before the first key of all, where TMA reads no memory
-    // and fills in zeros, and every row masks it.
+    // Rows that see no key, start from a state and end finished go through the consumers like all
+    // others. Their one tile of keys is before the first key of all, where TMA reads no memory and
+    // fills in zeros, and every row masks it.
     const bool passes = keys <= 0 && rows > 0 && params_.resume && call_.finished.out.data;
     const bool busy = keys > 0 || passes;
     if (lane_ == 0) {
@@ -178,15 +178,15 @@ class Scheduler {
     return {b, context_len, rows, passes, busy};
   }
 
-  /// One lane writes the rest of a work tile that is announced.
+  /// One lane writes the remaining fields of an announced work tile.
   __device__ __forceinline__ void complete(WorkTile& tile, const Found& found) {
     const int* const limits = row_limits();
     tile.sequence = found.sequence;
     tile.whole = {limits[2 * found.rows - 2], limits[1]};
     tile.some = {limits[0], limits[2 * found.rows - 1]};
     if (found.passes) tile.some.begin = tile.some.end = -tile.first_key;
-    // Before the first key of all there is nothing to clear: TMA fills in zeros. Nor is there, out
-    // of pages, before the first visible one.
+    // Before the first key of all nothing has to be cleared: TMA fills in zeros. With pages, the
+    // same holds before the first visible one.
     tile.clear = tile.first_key + limits[0] > 0 && !found.passes && !has_pages<T>(call_) ? limits[0]
                                                                                          : INT_MIN;
     if constexpr (T::kFixedOrder)
@@ -199,14 +199,14 @@ class Scheduler {
                  static_cast<int>(params_.query_index(found.sequence, tile.row)),
                  shared_.alibi.terms[work_.stage]);
     if constexpr (T::kEightBits) {
-      // A scale that is not positive would turn the order of scores: NaN says so.
+      // A scale that is not positive would reverse the order of scores: NaN marks it.
       const float factor = params_.scale(tile.kv_head) * kLog2E;
       shared_.stored.score_factor[work_.stage] = factor > 0.0f ? factor : NAN;
       shared_.stored.value_factor[work_.stage] = params_.v_scale[tile.kv_head];
     }
   }
 
-  /// The first local key that a row sees and the first behind those, row by row.
+  /// The first local key that a row sees and one past its last, row by row.
   __device__ __forceinline__ int* row_limits() {
     return reinterpret_cast<int*>(shared_.rows[work_.stage]);
   }

@@ -1,20 +1,20 @@
-// What the Hopper kernel makes of the products of a tile before their softmax: softcap and ALiBi,
-// in the meaning of score.hpp. An instance without them holds none of this.
+// Softcap and ALiBi in the Hopper kernel, applied to the products of a tile before their softmax,
+// as defined in score.hpp. An instance without them has none of this code.
 //
-// Softcap. tanh is an odd function, x times one of x^2, and while no score of a warp's tile comes
-// far that one is short: a polynomial of degree 2 or 4, or a quotient of degrees 2 and 3. It has
-// the score's factor in its terms and takes that factor's place in the exponential's argument, so
-// a score costs three, five or eight operations beside the softmax's own. The row's maximum is
-// found before: tanh keeps the order. Tiles that a mask cuts, and scores beyond, become tanh in
-// place, which takes six operations or twenty.
-// All forms are right to 4e-7 of the score, near 0 as well, so that a row of one visible key
-// has its lse to single precision; the hardware's tanh.approx is off by 2^-11, and
-// 1 - 2 / (1 + exp(2 x)) by 2^-24 of the cap, which is more than a small score may be.
+// Softcap. tanh is an odd function, x times a function of x^2. While no score of a warp's tile is
+// far from 0, that function is short: a polynomial of degree 2 or 4, or a quotient of degrees 2 and
+// 3. It includes the score's factor in its terms and replaces that factor in the exponential's
+// argument, so a score costs three, five or eight operations besides the softmax's own. The row's
+// maximum is found before: tanh keeps the order. Tiles that a mask cuts, and scores beyond, become
+// tanh in place, which takes six operations or twenty. All forms are accurate to 4e-7 of the score,
+// near 0 as well, so that a row of one visible key has its lse to single precision. The hardware's
+// tanh.approx has an error of 2^-11, and 1 - 2 / (1 + exp(2 x)) one of 2^-24 of the cap, which is
+// more than a small score may be.
 //
-// ALiBi. Where a tile's keys stand in an arithmetic progression (a run of a contiguous or zigzag
-// shard, a block of an interleaved one, any tile of a striped one) what a row adds is one too. Far
-// from the rows it is worked out once for a thread's two rows and costs one and a half operations a
-// score, near them three, each from its own distance. Other tiles look their positions up.
+// ALiBi. If the positions of a tile's keys are an arithmetic progression (a run of a contiguous or
+// zigzag shard, a block of an interleaved one, any tile of a striped one), so is the bias of a row.
+// Far from the rows it is computed once for a thread's two rows and costs one and a half operations
+// a score, near them three, each from its own distance. Other tiles look their positions up.
 #pragma once
 
 #include <climits>
@@ -28,10 +28,10 @@ __device__ inline bool uniform(bool holds) { return __any_sync(0xffffffff, holds
 
 // ---- the largest score of a row ---------------------------------------------------------------
 
-// Floats of one sign are in the order of their bits, and three integers are compared in one
-// operation: half as many as there are scores.
+// Floats of one sign are in the order of their bits, and one operation compares three integers:
+// half as many operations as there are scores.
 
-struct Most {  // floats above 0, or NaN; any such beats all below 0
+struct Most {  // floats above 0, or NaN; any of them exceeds all below 0
   __device__ int operator()(int a, int b, int c) const { return __vimax3_s32(a, b, c); }
 };
 struct LeastBelow {  // floats below 0, if there are no others
@@ -45,7 +45,7 @@ struct MostBelow {  // the one furthest below 0, if there is one; else the large
   }
 };
 
-/// Picks one of this thread's scores of row h.
+/// Reduces this thread's scores of row h.
 template <class Pick, int kCount>
 __device__ int pick_own(const float (&s)[kCount], int h) {
   int best = __float_as_int(s[2 * h]);
@@ -55,7 +55,7 @@ __device__ int pick_own(const float (&s)[kCount], int h) {
   return best;
 }
 
-/// Picks one of the four lanes that share a row.
+/// Reduces over the four lanes that share a row.
 template <class Pick>
 __device__ int pick_of_quad(int best) {
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ int pick_of_quad(int best) {
   return best;
 }
 
-/// Finds the largest score of each of a thread's rows. below: more rows are thought to be all below
-/// 0 than not, which is asked first. NaN may or may not count.
+/// Finds the largest score of each of a thread's rows. below: rows are expected to be all below 0,
+/// so that case is tested first. NaN may or may not count.
 template <int kCount>
 __device__ void find_tops(const float (&s)[kCount], bool below, float (&top)[2]) {
   int found[2] = {0, 0};
@@ -98,7 +98,7 @@ __device__ void find_tops(const float (&s)[kCount], bool below, float (&top)[2])
 // ---- softcap ---------------------------------------------------------------------------------
 
 /// tanh(scale s) for any s, to 4e-7 of itself. P / Q is the best quotient of degrees 4 and 4 in x^2
-/// for |x| <= 8.7, off by 1.5e-8; there tanh is 1 within half an ulp. NaN stays NaN.
+/// for |x| <= 8.7, with an error of 1.5e-8; there tanh is 1 within half an ulp. NaN stays NaN.
 __device__ inline float tanh_scaled(float s, float scale) {
   constexpr float kOne = 8.7f;
   float x = s * scale;
@@ -124,9 +124,9 @@ __device__ inline float tanh_near(float s, const Softcap& cap) {
   return s * p;
 }
 
-/// s becomes tanh(scale s). Which way it goes, and so its last bits, is decided by what the warp's
-/// rows see, and by nothing that lies beside: what is masked is 0 here, and of the thread's rows, r
-/// and r + 8, those count that exist. rows: of the work tile, from r on.
+/// s becomes tanh(scale s). The form, and so its last bits, depends only on what the warp's rows
+/// see: masked scores are 0 here, and of the thread's rows, r and r + 8, only those that exist
+/// count. rows: of the work tile, from r on.
 template <int kCount>
 __device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
   constexpr int kPiece = 8;
@@ -143,7 +143,7 @@ __device__ void cap_scores(float (&s)[kCount], const Softcap& cap, int rows) {
     for (int i = 0; i < kCount; ++i) s[i] = tanh_near(s[i], cap);
     return;
   }
-  // By the piece, so that few of its numbers need registers at a time.
+  // In pieces, so that few of its numbers need registers at a time.
 #pragma unroll
   for (int i = 0; i < kCount; i += kPiece) {
     if (beyond(i, i + kPiece)) {
@@ -194,7 +194,7 @@ __device__ void scale_by(float (&s)[kCount], const Factor& factor) {
   for (int i = 0; i < kCount; ++i) s[i] *= factor(s[i]);
 }
 
-/// Returns the largest magnitude in the warp's tile, as its bits; NaN is beyond all numbers. `own`:
+/// Returns the largest magnitude in the warp's tile, as its bits; NaN is above all numbers. `own`:
 /// that of this thread's scores of each row; rows: as for cap_scores.
 __device__ inline unsigned most_of_warp(const int (&own)[2], int rows) {
   const int most = max(rows > 0 ? own[0] : 0, rows > 8 ? own[1] : 0);
@@ -211,7 +211,7 @@ __device__ unsigned find_most(const float (&s)[kCount], int rows) {
   return most_of_warp(own, rows);
 }
 
-/// The same, and the largest product of each row, which may be anything where there is NaN.
+/// The same, and the largest product of each row, which may be anything if there is a NaN.
 template <int kCount>
 __device__ unsigned find_most(const float (&s)[kCount], int rows, float (&top)[2]) {
   int found[2], own[2];
@@ -242,8 +242,8 @@ __device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
 
 // ---- ALiBi -----------------------------------------------------------------------------------
 
-/// One thread finds what a work tile's consumers must know. `index`: of its first row among the
-/// queries of its sequence, whose keys stand at `keys`.
+/// One thread computes what a work tile's consumers need. `index`: of its first row among the
+/// queries of its sequence; `keys`: the positions of its keys.
 __device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositions& keys,
                                   int sequence, int head, int context_len, int index,
                                   AlibiTerms& terms) {
@@ -264,9 +264,9 @@ __device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositi
 
 /// How a tile gets its bias. Distances are counted from a thread's own row.
 struct AlibiTile {
-  bool straight;  // key after key at the same step, all on one side of the rows
-  bool far;       // straight, and so far from the rows as a tile is long
-  bool below;     // far, and scores can be expected to be below 0
+  bool straight;  // positions of keys at equal steps, all on one side of the rows
+  bool far;       // straight, and at least as far from the rows as a tile is long
+  bool below;     // far, and scores are expected to be below 0
   float slope;    // base 2, of the straight ones
   int from;       // position of the first key
   int step;
@@ -279,7 +279,7 @@ __device__ AlibiTile find_tile(const AlibiTerms& terms, int first, int group_row
   const KeyRuns runs = terms.runs;
   const int lowest = terms.position + group_row, highest = lowest + 63;
 
-  // Keys before the first of all are masked, and whatever is said of them does not matter.
+  // Keys before the first of all are masked, so their values do not matter.
   AlibiTile tile{};
   int step = 1;
   bool straight = true;
@@ -344,7 +344,7 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiTerms& t
     const float step = static_cast<float>(tile.step);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // Distances are whole numbers and come out exact, so a bias is off by a part of its own size.
+      // Distances are integers and exact, so the error of a bias is relative to its own size.
       const float distance = static_cast<float>(tile.from + tile.step * 2 * t - own - 8 * h);
 #pragma unroll
       for (int i = 2 * h; i < kKeys / 2; i += 4) {
@@ -397,8 +397,8 @@ __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) 
   return max;
 }
 
-/// The reverse, for a maximum that comes in. The product is exact, and so is the small difference
-/// of two large numbers: what rounding the lifted maximum cost is all that is lost.
+/// The reverse, for an incoming maximum. The product is exact, and so is the small difference of
+/// two large numbers: the only loss is from rounding the lifted maximum.
 template <class T>
 __device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
   if constexpr (T::kScores == Scores::any)

@@ -1,12 +1,12 @@
 // The producer warp of the Hopper kernel in the fixed order: it walks over the segments of a work
-// tile in the order of the tree, says what becomes of each one's state, and brings its keys and
+// tile in the order of the tree, plans what happens to each one's state, and loads its keys and
 // values.
 //
-// A key's place in a tile is its place in its segment. Segments that all keys seen fill come by
-// TMA. What lies beyond those keys may be anything, also past the end of memory, so the warp copies
-// segments at the ends by itself and fills up with zeros; and all rows that TMA cannot bring: those
+// A key's index in a tile is its index in its segment. TMA loads segments that are full of visible
+// keys. Memory beyond those keys may hold anything, or not exist, so the warp itself copies
+// segments at the ends and fills up with zeros. It also copies all rows that TMA cannot load: those
 // in pages, and those that are not at multiples of 16 bytes, element by element. Every way gives
-// the same bits, so the kernel takes a layer's calls whatever their arrays are.
+// the same bits, so the kernel accepts a layer's calls whatever the layout of their arrays.
 #pragma once
 
 #include "kernels/cuda/hopper/attend_sm90_producer.cuh"
@@ -26,7 +26,7 @@ class RowCopier {
       : data_(data), in_chunks_(how != Brings::elements), has_columns_(has_columns) {}
 
   /// Copies kRows rows to `tile`, the panels of which are `panel_bytes` apart. `offset(row)` is
-  /// that of a row in elements, or negative where it is filled with zeros; `column(i)` that of the
+  /// that of a row in elements, or negative if it is filled with zeros; `column(i)` that of the
   /// lane's element i in its row.
   template <int kRows, class Offset, class Column>
   __device__ __forceinline__ void copy(const void* tile, int panel_bytes, const Offset& offset,
@@ -106,8 +106,8 @@ class SegmentProducer {
     return __shfl_sync(0xffffffff, first, 0);
   }
 
-  /// Loads the keys and values of the next segment; between them the queries, where it is the first
-  /// of the work tile.
+  /// Loads the keys and values of the next segment; between them the queries, if it is the first of
+  /// the work tile.
   __device__ __forceinline__ void load_segment(bool begins) {
     const int first = next_segment(), stage = stage_.stage;
     const bool whole = first >= tile_->some.begin && first + T::kKeys <= tile_->some.end;
@@ -115,8 +115,8 @@ class SegmentProducer {
     bring(copies_k, shared_.k[stage], call_.k, call_.params.k, call_.sources.k,
           shared_.k_full[stage], first);
     if (begins) bring_queries();
-    // The values before the last ones need nothing of this segment, so the wait for their place may
-    // stand between the copies of its keys and their announcement.
+    // The values before the last ones need nothing of this segment, so the wait for their stage may
+    // be between the copies of its keys and their announcement.
     if (lane_ == 0) shared_.v_empty[stage].wait(stage_.parity ^ 1);
     __syncwarp();
     const bool copies_v = !whole || call_.sources.v != Brings::boxes;
@@ -169,7 +169,7 @@ class SegmentProducer {
                                  [&](int i) { return source.column(column_ + i); });
   }
 
-  /// The queries, as soon as the consumers are done with those before.
+  /// Loads the queries, as soon as the consumers are done with those before.
   __device__ __forceinline__ void bring_queries() {
     if (call_.sources.q == Brings::boxes) {
       if (lane_ == 0) load_queries(call_, shared_, tile_->query_row, tile_->query_head, q_parity_);

@@ -6,7 +6,7 @@
 
 namespace longspan::kernels::sm90 {
 
-/// The softmax of a thread's two rows, tile by tile. Exponentials count from an origin, which lies
+/// The softmax of a thread's two rows, tile by tile. Exponentials count from an origin, which is
 /// kLift below a maximum that the row has seen. It moves only when a score exceeds it by more than
 /// kSlack, so that p stays below 2^kSlack and O is hardly ever rescaled.
 template <class T>
@@ -15,8 +15,8 @@ struct OnlineSoftmax {
   float origin[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};  // of this thread's columns
 
-  /// Takes in that row h has a tile whose largest score, base 2, is `top`. Returns the origin of
-  /// its exponentials, and in `ratio` the factor by which earlier sums and O shrink.
+  /// Adds a tile whose largest score, base 2, is `top` to row h. Returns the origin of its
+  /// exponentials, and in `ratio` the factor by which earlier sums and O shrink.
   __device__ float take_max(int h, float top, float& ratio) {
     max[h] = fmaxf(max[h], top);
     const float moved = top > origin[h] + T::kSlack ? top - T::kLift : origin[h];
@@ -26,7 +26,7 @@ struct OnlineSoftmax {
     return from;
   }
 
-  /// s of row h becomes p = exp2(s factor(s) - from), and its sum joins the row's.
+  /// s of row h becomes p = exp2(s factor(s) - from), and its sum is added to the row's.
   template <int kCount, class Factor>
   __device__ void exponentiate(float (&s)[kCount], int h, const Factor& factor, float from,
                                float ratio) {
@@ -55,7 +55,7 @@ struct OnlineSoftmax {
     }
   }
 
-  /// The same for products of which the largest of each row is known.
+  /// The same for products whose largest in each row is known.
   template <int kCount, class Factor>
   __device__ void update_below(float (&s)[kCount], const float (&top)[2], const Factor& factor,
                                float (&ratio)[2]) {
@@ -66,8 +66,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// The same for scores in base 2, of which those of the second row are too high by `less`. below:
-  /// as for find_tops.
+  /// The same for scores in base 2; those of the second row are too high by `less`. below: as for
+  /// find_tops.
   template <int kCount>
   __device__ void update_less(float (&s)[kCount], float less, bool below, float (&ratio)[2]) {
     float top[2];
@@ -101,8 +101,8 @@ __device__ inline std::uint32_t pack(float low, float high, __nv_bfloat16) {
   return reinterpret_cast<const std::uint32_t&>(pair);
 }
 
-/// Weights are rounded in pairs: a thread's scores are just what it must hold of P as the next
-/// product's operand.
+/// Rounds weights in pairs: a thread's scores are exactly the elements that it must hold of P as
+/// the next product's operand.
 template <class Element, int kCount>
 __device__ void round_weights(std::uint32_t (&p)[kCount / 8][4], const float (&s)[kCount]) {
 #pragma unroll

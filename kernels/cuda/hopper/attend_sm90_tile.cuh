@@ -1,5 +1,6 @@
-// The tile configurations of the Hopper kernel. A configuration says how many query rows and keys a
-// block multiplies at a time; Tile derives from it how shared memory and registers are divided.
+// The tile configurations of the Hopper kernel. A configuration defines how many query rows and
+// keys a block multiplies at a time; Tile derives from it how shared memory and registers are
+// divided.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +9,8 @@
 
 namespace longspan::kernels::sm90 {
 
-/// What an instance can make of a product: the scaled product alone; the capped one; or what the
-/// call asks for, which is ALiBi with or without a cap.
+/// What an instance can do with a product: only scale it; cap it; or what the call asks for, which
+/// is ALiBi with or without a cap.
 enum class Scores { plain, softcap, any };
 
 /// The part of a configuration that is chosen by measurements for each head dimension.
@@ -20,7 +21,7 @@ struct TileShape {
   bool ping_pong;  // consumers take turns at the tensor cores instead of finding their own rhythm
 };
 
-/// docs/notes/hopper-prefill.md says what each choice gave.
+/// docs/notes/hopper-prefill.md has the measurements of each choice.
 inline constexpr TileShape kDim64{.dim = 64, .consumers = 3, .keys = 128, .ping_pong = true};
 inline constexpr TileShape kDim80{.dim = 80, .consumers = 3, .keys = 112, .ping_pong = true};
 inline constexpr TileShape kDim96{.dim = 96, .consumers = 2, .keys = 160, .ping_pong = false};
@@ -60,7 +61,7 @@ struct Tile {
   static constexpr int kStep = 32 / static_cast<int>(sizeof(Element));  // elements of a product
   static constexpr int kThreads = 128 * (kConsumers + 1);
 
-  // Values as the product takes them: [keys, dim] as they came, or e4m3 [columns of O, keys].
+  // Values as the product takes them: [keys, dim] as loaded, or e4m3 [columns of O, keys].
   static constexpr int kColumns = kDim + (kEightBits ? 8 : 0);
   static constexpr int kValuePanels = kEightBits ? (kKeys + 127) / 128 : kPanels;
   static constexpr int kValueRows = kEightBits ? kColumns : kKeys;
@@ -80,13 +81,13 @@ struct Tile {
                                             : kConsumers == 2 ? 224
                                             : kEightBits      ? 152
                                                               : 160;
-  // A consumer that asks for more registers than all warps have at the launch would wait for ever.
+  // A consumer that requests more registers than all warps have at the launch would wait forever.
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
                 (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 };
 
-/// An instance in the fixed order. Its producer copies rows that TMA cannot bring by itself, and
-/// needs no more registers for it.
+/// An instance in the fixed order. Its producer itself copies rows that TMA cannot load, and needs
+/// no more registers for it.
 template <class Element, TileShape kShape>
 struct FixedOrderTile : Tile<Element, kShape> {
   using Base = Tile<Element, kShape>;
@@ -96,7 +97,7 @@ struct FixedOrderTile : Tile<Element, kShape> {
   static constexpr int kConsumerRegisters = 216;
   static_assert(Base::kConsumers == 2 && Base::kKeys == 128);
 
-  // A thread's part of a state: its elements of O by fours, and the statistics of its two rows.
+  // A thread's part of a state: its elements of O in fours, and the statistics of its two rows.
   static constexpr int kQuads = Base::kDim / 8;
   static constexpr int kStateThreads = 128 * Base::kConsumers;
   static constexpr int kStateBytes = 16 * (kQuads + 1) * kStateThreads;  // of a block's rows

@@ -1,4 +1,4 @@
-// Which calls the Hopper kernels take. All of it is asked on the host, of any GPU.
+// The calls that the Hopper kernels accept. All of it is evaluated on the host, for any GPU.
 #include <algorithm>
 
 #include "kernels/cuda/combine/splits.hpp"
@@ -9,14 +9,14 @@
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// Whether there is an instance for the heads, of 16-bit products, whose keys and values have one
+/// Whether there is an instance for the heads, with 16-bit products, whose keys and values have one
 /// width.
 bool has_instance(const AttendParams& params, cuda::Family family) {
   return params.dtype != DType::fp32 && params.head_dim >= kLeastDim &&
          params.head_dim == params.value_dim && params.head_dim <= cuda::widest(family);
 }
 
-/// What the kernels need that fold a row's keys in one pass, whatever their products.
+/// The requirements of the kernels that fold a row's keys in one pass, whatever their products.
 bool is_one_pass(const AttendParams& params) {
   constexpr std::int64_t kMost = std::int64_t{1} << 30;
   return !params.invariant && fits_query_map(params) && params.shard.layout != Layout::listed &&
@@ -33,9 +33,9 @@ bool is_in_chunks(const AttendParams& params) {
          chunks(params.k) && chunks(params.v);
 }
 
-/// Whether queries, keys and values are as the 16-bit tiles read them.
+/// Whether queries, keys and values have the layout that the 16-bit tiles read.
 bool are_rows_plain(const AttendParams& params) {
-  AttendParams unbiased = params;  // ALiBi has an instance of its own; qq_bias has none
+  AttendParams unbiased = params;  // ALiBi has its own instance; qq_bias has none
   unbiased.bias.slopes = {};
   if (params.pages) {
     if (!is_in_chunks(params)) return false;
@@ -46,7 +46,7 @@ bool are_rows_plain(const AttendParams& params) {
   return cuda::loader_of(unbiased) == cuda::Loader::plain;
 }
 
-/// ALiBi counts on rows of a tile that stand one after the other, and on biases at equal steps.
+/// ALiBi needs consecutive rows in a tile, and biases at equal steps.
 bool are_biases_straight(const AttendParams& params) {
   const bool rows_follow = params.queries.ranks == 1 ||
                            params.queries.layout == Layout::contiguous ||
@@ -71,8 +71,9 @@ bool takes_e4m3(const AttendParams& params) {
 }
 
 bool takes_in_order(const AttendParams& params) {
-  // The other kernels make other bits, so what decides is the same on all ranks: options of the
-  // layer, and which arrays are given, but never where those lie, or how long a rank's keys are.
+  // The other kernels give other bits, so the decision must be the same on all ranks. It depends on
+  // options of the layer, and on which arrays are given, but never on their addresses, or on the
+  // number of a rank's keys.
   const bool scaled = params.q_scale || params.k_scale || params.v_scale;
   return params.invariant && has_instance(params, cuda::Family::hopper_in_order) &&
          params.q_dtype == params.dtype && params.kv_dtype == params.dtype &&
@@ -81,7 +82,7 @@ bool takes_in_order(const AttendParams& params) {
 }
 
 bool takes_arrivals(const AttendParams& params, bool (*takes)(const AttendParams&)) {
-  AttendParams own = params;  // what holds for the keys of others has to hold for the own ones
+  AttendParams own = params;  // the requirements on the others' keys apply to the own ones too
   own.k = params.arrivals->k;
   own.v = params.arrivals->v;
   return params.batch.size == 1 && params.batch.query_start == nullptr && !params.pages &&
@@ -94,7 +95,7 @@ std::size_t scratch_bytes(const AttendParams& params, int multiprocessors) {
   if (!params.invariant) return kScratchBytes;
   const cuda::Instance& instance = *cuda::instance_of(
       cuda::Family::hopper_in_order, cuda::Loader::any16, params.head_dim, params.value_dim, 1);
-  // As many blocks as any call of so many tokens and sequences has.
+  // As many blocks as any call with this many tokens and sequences has.
   const std::int64_t tiles = (params.tokens / instance.rows + params.batch.size) * params.heads;
   const auto blocks = static_cast<std::size_t>(std::min<std::int64_t>(tiles, multiprocessors));
   const std::size_t state = state_bytes_in_order(instance.dim, instance.rows);

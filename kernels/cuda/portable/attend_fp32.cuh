@@ -1,5 +1,5 @@
 // Attention of fp32 tensors in true fp32: every product is an FFMA, since tensor cores would round
-// the inputs to tf32. Short and long queries take the same kernel, always in the fixed order; its
+// the inputs to tf32. Short and long queries use the same kernel, always in the fixed order; its
 // outer loop is in segment_loop.cuh.
 //
 // A block holds 32 packed rows. Half a warp owns four of them through both products, so that P
@@ -9,8 +9,8 @@
 //     O: lane x holds dims 4 x ... 4 x + 3, 64 + 4 x ...
 //
 // Each dim has two instances, plain (contiguous fp32 rows) and any (pages of any layout, fp8,
-// scales, biases), so that plain tensors pay for nothing else. Heads wider than 256 have one more,
-// with fewer rows. It reads elements of any type, and so serves all types for such heads.
+// scales, biases), so that plain tensors do not pay for the rest. Heads wider than 256 have one
+// more, with fewer rows. It reads elements of any type, and so serves all types for such heads.
 #pragma once
 
 #include <type_traits>
@@ -114,7 +114,7 @@ class Fp32Products {
       for (int j = 0; j < Traits::kKeySteps; ++j) top = fmaxf(top, s[r][j]);
 #pragma unroll
       for (int step = 1; step < 16; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible, P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // if nothing is visible, P = 0
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < Traits::kKeySteps; ++j) {

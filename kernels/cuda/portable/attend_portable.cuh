@@ -1,13 +1,14 @@
-// Attention of long queries with mma.sync: FlashAttention-2's shape for every GPU from sm_80 on.
+// Attention of long queries with mma.sync: the algorithm of FlashAttention-2 for every GPU from
+// sm_80 on.
 //
 //     S = Q K^T,   m' = max(m, max S),   P = exp2(S - m'),   l = l 2^(m - m') + sum P,
 //     O = O 2^(m - m') + P V
 //
 // A block holds 128 packed rows; K and V stream through shared memory in tiles of 64 keys. A warp
-// owns 32 rows (16 where dim is large): each fragment of K and V that it reads serves two mma,
-// without which shared memory would be the limit. With kInvariant each segment of 128 keys is
-// folded from scratch and the segments in the fixed order. Where the row tiles alone do not fill
-// the GPU, several blocks share the keys of one (Plan::splits).
+// owns 32 rows (16 if dim is large): each fragment of K and V that it reads serves two mma,
+// otherwise shared memory would be the limit. With kInvariant each segment of 128 keys is folded
+// from scratch and the segments in the fixed order. If the row tiles alone do not fill the GPU,
+// several blocks share the keys of one (Plan::splits).
 #pragma once
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -39,8 +40,9 @@ struct PortableTraits {
   static constexpr int kDimTiles = kDim / 8;                            // n8 tiles of O
   static constexpr int kBlocks = kDim <= 64 ? 3 : kDim <= 128 ? 2 : 1;  // on a multiprocessor
 
-  // With two stages a tile is loaded while the one before it is in work. There is one where two do
-  // not fit the 163 KB of sm_80: V is loaded under Q K^T, and the next K under the softmax and P V.
+  // With two stages a tile is loaded while the one before it is processed. There is one stage if
+  // two do not fit the 163 KB of sm_80: V is then loaded during Q K^T, and the next K during the
+  // softmax and P V.
   static constexpr int kStages = kDim <= 192 ? 2 : 1;
 
   static constexpr int kTileBytes = kKeys * kDim * 2;
@@ -58,13 +60,13 @@ struct PortableTraits {
 
 // ---- steps ----------------------------------------------------------------------------------
 
-/// The next tile of keys and the place of its segment in the fixed order's tree.
+/// The next tile of keys and the index of its segment in the fixed order's tree.
 struct KeyTile {
   std::int64_t first;  // local key; < 0: no tile is left
   std::int64_t place;
 };
 
-/// What all threads of a block know of its work tile. It stands in shared memory, since the
+/// What all threads of a block know of its work tile. It is in shared memory, since the
 /// accumulators leave no registers for it; thread 0 walks the tiles of keys, a barrier ahead of
 /// their use.
 template <bool kInvariant>
@@ -75,10 +77,10 @@ struct WorkTile {
   float scale;       // of the products of its kv head
   int index;         // of the next work tile
   KeyTile next[2];   // by the parity of the tile of keys
-  Interval keys;     // fast: the part of the local keys seen that is its split
-  SegmentWalk walk;  // invariant: of thread 0
+  Interval keys;     // fast: the part of the visible local keys that is its split
+  SegmentWalk walk;  // invariant: used by thread 0
 
-  /// Thread 0 cuts the split out of what is seen. A fast split is a run of whole tiles.
+  /// Thread 0 takes its split of the visible keys. A fast split is a run of whole tiles.
   template <int kKeys>
   __device__ void cut(const AttendParams& p, const TreeCut& cut) {
     if constexpr (kInvariant) {
@@ -152,7 +154,7 @@ __device__ inline void multiply_keys(float (&s)[Traits::kRowTiles][Traits::kKeyT
   }
 }
 
-/// Scores of keys that a row does not see become -inf.
+/// Sets scores of keys that a row does not see to -inf.
 template <class Traits>
 __device__ inline void mask_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                    const Interval* rows, const View& view, std::int64_t first) {
@@ -204,8 +206,8 @@ __device__ inline void add_bias(float (&s)[Traits::kRowTiles][Traits::kKeyTiles]
     }
 }
 
-/// Takes one tile's scores into the rows' maxima and sums, rescales O, and leaves P in s. The sums
-/// stay apart in the four lanes of a row until sum_rows. `scale` is the factor from s to base 2.
+/// Adds one tile's scores to the rows' maxima and sums, rescales O, and leaves P in s. The sums
+/// stay separate in the four lanes of a row until sum_rows. `scale` is the factor from s to base 2.
 template <class Traits>
 __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                      typename Traits::State& state, float scale) {
@@ -222,7 +224,7 @@ __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyT
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       top = fmaxf(row.max, __fmul_rn(top, scale));
-      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible so far, P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // if nothing is visible so far, P = 0
       ratio[half] = arch::exp2_fast(row.max - from);
       float sum = 0.0f;
 #pragma unroll
@@ -280,7 +282,7 @@ __device__ inline void multiply_values(typename Traits::State& state,
   }
 }
 
-/// Makes the sum of a row that of its four lanes.
+/// Adds up the sum of a row over its four lanes.
 template <class State>
 __device__ inline void sum_rows(State& state) {
 #pragma unroll
@@ -337,9 +339,9 @@ class PortableBlock {
         columns_(reinterpret_cast<int*>(reinterpret_cast<std::byte*>(rows_ + Traits::kRows) +
                                         Traits::kWorkTileBytes)) {}
 
-  /// Attends the block's work tiles. `plain` says that every score is the product times a positive
-  /// scale, which joins the exponential's fma; `scale` is that factor, in base 2. Only a kv head's
-  /// own scale changes them.
+  /// Attends the block's work tiles. `plain`: every score is the product times a positive scale,
+  /// which becomes part of the exponential's fma; `scale` is that factor, in base 2. Only a kv
+  /// head's own scale changes them.
   __device__ __forceinline__ void run(bool plain, float scale) {
     // The fast path has a block for each work tile.
     for (int index = blockIdx.x; index < plan_.works;
@@ -375,7 +377,7 @@ class PortableBlock {
         stack.fold_all(state);
       else
         finish_sums(state);
-      arch::wait_copies<0>();  // where there was no tile, the queries are still on their way
+      arch::wait_copies<0>();  // without a tile, the queries are still in flight
       store_rows<Traits>(p_, plan_, tile_.sequence, tile_.work, state);
     }
   }
@@ -472,7 +474,7 @@ class PortableBlock {
     }
   }
 
-  /// Completes the state of what has been attended since it was cleared.
+  /// Completes the state of everything attended since it was cleared.
   __device__ __forceinline__ void finish_sums(State& state) {
     sum_rows(state);
     if constexpr (kGeneral) scale_values(state, p_.v_scale, tile_.work.kv_head);

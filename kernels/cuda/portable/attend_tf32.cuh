@@ -4,10 +4,10 @@
 //     S = tf32(Q) tf32(K)^T,   P = exp2(S - max S),   O = tf32(P) tf32(V)
 //
 // A block holds 64 packed rows, a warp 16 of them with all 128 keys of a segment. The sum over keys
-// may take them in any order, so slot t of a P V step is key 2t and slot t + 4 is key 2t + 1: the
-// accumulators of S are then the fragments of P as they stand, and P never leaves the registers.
-// The kernel keeps the fixed order; its outer loop is in segment_loop.cuh. One instance of each dim
-// takes pages of any layout, fp8, scales and biases.
+// may have any order, so slot t of a P V step is key 2t and slot t + 4 is key 2t + 1: the
+// accumulators of S are then already the fragments of P, and P never leaves the registers. The
+// kernel keeps the fixed order; its outer loop is in segment_loop.cuh. One instance of each dim
+// supports pages of any layout, fp8, scales and biases.
 #pragma once
 
 #include "kernels/cuda/arch/tf32.cuh"
@@ -30,7 +30,7 @@ struct Tf32Traits {
   static constexpr int kBlocks = kDim <= 128 ? 2 : 1;  // on a multiprocessor
   static constexpr int kSliceDims = 64;                // of K, loaded at a time
   static constexpr int kSliceKeys = 64;                // of V
-  // A stride of 4 modulo 32 banks: rows g and columns t of a fragment meet in no bank, nor do V's
+  // A stride of 4 modulo 32 banks: rows g and columns t of a fragment do not conflict, nor do V's
   // rows 2t and columns g.
   static constexpr int kQueryStride = kDim + 4;
   static constexpr int kKeyStride = kSliceDims + 4;
@@ -49,7 +49,7 @@ struct Tf32Traits {
 
 // ---- products -------------------------------------------------------------------------------
 
-/// The products of attend_segments_kernel by tensor cores. In the steps, a thread is lane 4 g + t
+/// The products of attend_segments_kernel with tensor cores. In the steps, a thread is lane 4 g + t
 /// of its warp, and its rows are g and g + 8 of the warp's 16.
 template <class Traits_>
 class Tf32Products {
@@ -68,7 +68,7 @@ class Tf32Products {
     return first_row_ < work.rows;
   }
 
-  /// Finds for each key of the segment its column of the biases, once a segment.
+  /// Computes the bias column of each key of the segment, once per segment.
   __device__ __forceinline__ void find_columns(const AttendParams& p, const Sequence& sequence,
                                                const View& view, std::int64_t first,
                                                int dim) const {
@@ -121,7 +121,7 @@ class Tf32Products {
         top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
       top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float from = top == -infinity() ? 0.0f : top;  // where nothing is visible, P = 0
+      const float from = top == -infinity() ? 0.0f : top;  // if nothing is visible, P = 0
       float sum = 0.0f;
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n)
@@ -137,7 +137,7 @@ class Tf32Products {
     }
   }
 
-  /// The P of the slice are the first of `s`; the next slice's move there, so that one piece of
+  /// The P of the slice are the first of `s`; the next slice's are moved there, so that the same
   /// code serves all slices.
   __device__ __forceinline__ void multiply_values(State& state, Scores& s, int) const {
     constexpr int kTiles = Traits::kSliceKeys / 8;

@@ -1,12 +1,12 @@
-// The kernels of AttendParams::tf32, as the host's choice of kernels sees them.
+// The kernels of AttendParams::tf32, for the host's choice of kernels.
 #pragma once
 
 #include "kernels/cuda/dispatch/attend.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// Gives the kernel for fp32 tensors with products of tf32, for short and long queries. One
-/// instance of each dim takes whatever any Loader stands for.
+/// Returns the kernel for fp32 tensors with products of tf32, for short and long queries. One
+/// instance of each dim supports what any Loader stands for.
 KernelShape attend_fp32_tf32(int dim);
 
 }  // namespace longspan::kernels::cuda

@@ -1,11 +1,11 @@
-// Finds what the rows of a work tile see, side by side in shared memory.
+// Computes what the rows of a work tile see, contiguous in shared memory.
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"
 
 namespace longspan::kernels::cuda {
 
-/// A thread for each of the kRows rows writes what the row sees. Rows past the last see what the
+/// One thread for each of the kRows rows writes what the row sees. Rows past the last see what the
 /// last one sees, so that the first and the last entry bound the whole tile.
 template <int kRows>
 __device__ __forceinline__ void find_row_views(Interval* views, const AttendParams& p,

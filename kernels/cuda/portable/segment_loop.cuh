@@ -1,10 +1,10 @@
 // The outer loop of the kernels for fp32 tensors: over work tiles, over the segments of 128 keys
 // that a tile's rows see, and over slices of a segment's keys and values in shared memory. Each
-// segment is attended from scratch and folded in the fixed order. What multiplies is a policy: FFMA
+// segment is attended from scratch and folded in the fixed order. A policy multiplies: FFMA
 // (attend_fp32.cuh) or products of tf32 (attend_tf32.cuh).
 //
-// Keys and values come by cp.async where their rows are plain fp32, and through registers where
-// they are of another type or layout.
+// Keys and values are loaded by cp.async if their rows are plain fp32, and through registers if
+// they have another type or layout.
 #pragma once
 
 #include "kernels/cuda/arch/shared.cuh"
@@ -28,7 +28,7 @@ __device__ inline float4 load_four(const KvRows& source, DType dtype, std::int64
   return make_float4(element(0), element(1), element(2), element(3));
 }
 
-/// Whether 16 bytes at a time may be read from every fp32 row. In pages of one key the distance of
+/// Whether 16 bytes at a time may be read from every fp32 row. In pages of one key the pitch of
 /// rows is that of pages.
 __device__ inline bool aligned_rows(const Rows& rows, const Pages& pages,
                                     std::int64_t page_stride) {
@@ -53,7 +53,7 @@ template <class Traits, int kColumns, int kCount>
 __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, const KvRows& source,
                                  int dim, int kv_head, const Sequence& sequence, const View& view,
                                  std::int64_t first, int column) {
-  // Whether cp.async may take the rows; those of another type or layout go through registers.
+  // Whether cp.async may load the rows; those of another type or layout go through registers.
   const bool direct = Traits::kPlain || (p.kv_dtype == DType::fp32 && source.dense() &&
                                          aligned_rows(source, p.pages, source.page_stride));
   for (int index = static_cast<int>(threadIdx.x); index < kCount * kColumns / 4;
@@ -104,7 +104,7 @@ __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
         place[n] = valid ? load_element(p.q.data, p.q_dtype, offset + n) : 0.0f;
     }
   }
-  arch::commit_copies();  // also where no segment follows: the next work tile waits for them
+  arch::commit_copies();  // also if no segment follows: the next work tile waits for them
 }
 
 // ---- the loop -------------------------------------------------------------------------------

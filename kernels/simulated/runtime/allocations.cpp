@@ -1,4 +1,4 @@
-// cudaMalloc and its kin.
+// cudaMalloc and the like.
 #include "kernels/simulated/runtime/calls.hpp"
 #include "kernels/simulated/runtime/devices.hpp"
 #include "kernels/simulated/runtime/ipc.hpp"
@@ -21,7 +21,7 @@ cudaError_t allocate_into(void** data, std::size_t bytes, Allocation::Kind kind)
   return cudaSuccess;
 }
 
-/// Waits for the GPU first, since work under way may still use the memory.
+/// Waits for the GPU first, since queued work may still use the memory.
 cudaError_t release_waiting(Lock& lock, void* data, Allocation::Kind kind) {
   if (data == nullptr) return cudaSuccess;
   if (const cudaError_t error = refuse_in_capture(); error != cudaSuccess) return error;
@@ -29,7 +29,7 @@ cudaError_t release_waiting(Lock& lock, void* data, Allocation::Kind kind) {
   if (allocation == nullptr || allocation->kind != kind) return cudaErrorInvalidValue;
   const int device = visible_device(allocation->device);
   if (device >= 0) wait_for_device(lock, device);
-  allocation = find_allocation(data);  // another thread may have been here meanwhile
+  allocation = find_allocation(data);  // another thread may have freed it meanwhile
   if (allocation == nullptr || allocation->kind != kind) return cudaErrorInvalidValue;
   check_unused(*allocation);
   release(allocation);
@@ -69,7 +69,7 @@ cudaError_t cudaFreeHost(void* data) {
               [&](Lock& lock) { return release_waiting(lock, data, Allocation::Kind::host); });
 }
 
-/// One address serves both, as it does with unified addressing.
+/// One address serves both, as with unified addressing.
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned flags) {
   return call("cudaHostGetDevicePointer", [&](Lock&) {
     const Found found = look_up(host, 1);

@@ -27,7 +27,7 @@ struct Error {
   const char* text;
 };
 
-// Texts as the runtime's, where tests and people may look for them.
+// The runtime's own texts, where tests and people may look for them.
 constexpr Error kErrors[] = {
     {cudaSuccess, "cudaSuccess", "no error"},
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},

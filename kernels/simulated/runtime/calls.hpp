@@ -1,5 +1,5 @@
-// What every call of the runtime begins and ends with: the lock, the error asked for, the thread's
-// last error, and its current GPU.
+// The frame of every call of the runtime: the lock, the requested error, the thread's last error,
+// and its current GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,9 +13,8 @@
 
 namespace longspan::simulated {
 
-/// Threads get it in the order in which they ask. A thread that waits lets go of it between two
-/// slices of the machine, and with a std::mutex it would nearly always take it back before another
-/// one wakes.
+/// Threads get it in the order in which they ask. A thread that waits releases it between two
+/// slices of the machine; a std::mutex it would nearly always get back before another thread wakes.
 class FairMutex {
  public:
   void lock() {
@@ -34,7 +33,7 @@ class FairMutex {
     ++served_;
     if (next_ != served_) changed_.notify_all();
   }
-  /// By who has it: whether another thread asks for it.
+  /// For the holder: whether another thread asks for it.
   bool is_wanted() {
     const std::lock_guard own(mutex_);
     return next_ > served_ + 1;
@@ -48,7 +47,7 @@ class FairMutex {
 
 using Lock = std::unique_lock<FairMutex>;
 
-/// Guards the runtime and the machine. It outlives main, as threads do.
+/// Guards the runtime and the machine. It outlives main, because threads do.
 FairMutex& machine_mutex();
 
 /// Waits while another thread loads the code of a kernel (launches.cpp), but for calls that only
@@ -59,13 +58,13 @@ void wait_for_loads(Lock& lock, const char* name);
 int& current_device();
 cudaError_t& last_error();
 
-/// An error stays behind as the thread's last one.
+/// Stores an error as the thread's last one.
 inline cudaError_t noted(cudaError_t error) {
   if (error != cudaSuccess) last_error() = error;
   return error;
 }
 
-/// body(lock) as a call of the runtime.
+/// Runs body(lock) as a call of the runtime.
 template <class Body>
 cudaError_t call(const char* name, const Body& body) {
   if (is_made_to_fail(name)) return noted(cudaErrorMemoryAllocation);

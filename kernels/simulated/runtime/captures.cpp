@@ -27,7 +27,7 @@ void unite(std::vector<int>& nodes, const std::vector<int>& more) {
   nodes.erase(std::unique(nodes.begin(), nodes.end()), nodes.end());
 }
 
-/// Whether everything captured comes before the end of the stream that began.
+/// Whether everything captured comes before the end of the stream that began the capture.
 bool is_joined(const CapturePtr& capture, const Stream& origin) {
   std::vector<bool> comes_before(capture->nodes.size());
   for (const int node : origin.frontier) comes_before[static_cast<std::size_t>(node)] = true;

@@ -1,6 +1,5 @@
-// Copies and fills, as operations of streams. Which of them the host waits for is what the
-// runtime's manual says ("API synchronization behavior"), and no more: who relies on more is found
-// out.
+// Copies and fills, as operations of streams. The host waits only for those that the runtime's
+// manual lists ("API synchronization behavior"), so that code that relies on more is found out.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -14,7 +13,7 @@
 namespace longspan::simulated {
 namespace {
 
-constexpr std::size_t kMostStaged = 64 << 10;  // bytes of which a copy need not be awaited
+constexpr std::size_t kMostStaged = 64 << 10;  // most bytes that a copy may stage without a wait
 
 /// One end of a copy.
 struct End {
@@ -34,13 +33,13 @@ struct Copy {
   End to, from;
 };
 
-/// Success: the ends are where `kind` says.
+/// Success: the ends are on the sides that `kind` names.
 cudaError_t check(const Copy& copy, cudaMemcpyKind kind) {
   if (!copy.to.is_good || !copy.from.is_good) return cudaErrorInvalidValue;
   const bool wants_gpu_to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
   const bool wants_gpu_from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
   if (kind == cudaMemcpyDefault) return cudaSuccess;
-  // Pinned memory has an address on the GPU as well, so it serves as either.
+  // Pinned memory has an address on the GPU as well, so it fits either side.
   const auto fits = [](const End& end, bool wants_gpu) {
     return wants_gpu ? !end.is_pageable : !end.is_on_gpu;
   };
@@ -71,12 +70,12 @@ cudaError_t copy_async(Lock& lock, void* to, const void* from, std::size_t bytes
   OperationPtr queued;
   const cudaError_t error =
       submit(*stream, work_of(to, from, bytes, copy.from.is_pageable && !captured), &queued);
-  // Into pageable memory the call returns when the bytes are there.
+  // Into pageable memory the call returns when the bytes have arrived.
   if (error == cudaSuccess && copy.to.is_pageable && !captured) wait_for(lock, queued);
   return error;
 }
 
-/// Of rows between GPUs, at other steps at either end.
+/// Copies rows between GPUs, with a pitch at either end.
 cudaError_t copy_rows_async(void* to, std::size_t to_pitch, const void* from,
                             std::size_t from_pitch, std::size_t width, std::size_t rows,
                             cudaMemcpyKind kind, Stream* stream) {
@@ -94,8 +93,8 @@ cudaError_t copy_rows_async(void* to, std::size_t to_pitch, const void* from,
   }});
 }
 
-/// In the default stream. Between GPUs the host does not wait; out of pageable memory it waits for
-/// what came before, and the bytes may still be on their way when the call returns.
+/// Copies in the default stream. Between GPUs the host does not wait. From pageable memory it waits
+/// for earlier work, and the bytes may still be in flight when the call returns.
 cudaError_t copy_now(Lock& lock, void* to, const void* from, std::size_t bytes,
                      cudaMemcpyKind kind) {
   Stream& stream = default_stream(current_device());

@@ -11,7 +11,7 @@
 namespace longspan::simulated {
 namespace {
 
-constexpr int kOrdinaryShared = 48 << 10;  // bytes that a block may have without asking for more
+constexpr int kOrdinaryShared = 48 << 10;  // bytes that a block may have without a raised limit
 constexpr int kRegisters = 65536;          // of a multiprocessor, and of a block
 
 bool is_device(int device) {
@@ -49,7 +49,7 @@ void describe(int device, cudaDeviceProp& p) {
   p.asyncEngineCount = 1;
 }
 
-/// False: it is none that is known here.
+/// False: the attribute is not known here.
 bool attribute_of(cudaDeviceAttr name, int device, int& value) {
   const Properties& own = properties();
   switch (name) {
@@ -190,7 +190,7 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   });
 }
 
-/// Nothing is checked by it: all memory can be reached by all kernels.
+/// It checks nothing: all kernels can reach all memory.
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return call("cudaDeviceEnablePeerAccess", [&](Lock&) {
     if (flags != 0) return cudaErrorInvalidValue;

@@ -1,9 +1,9 @@
-// Which GPUs there are.
+// The simulated GPUs.
 #pragma once
 
 namespace longspan::simulated {
 
-/// The place on the node of the GPU that this process knows by a number, and back; -1: it sees
+/// Converts the process's number of a GPU to its index on the node, and back; -1: the process sees
 /// none there.
 int device_on_node(int device);
 int visible_device(int on_node);

@@ -41,7 +41,7 @@ cudaError_t record(Event& event, Stream& stream) {
   return cudaSuccess;
 }
 
-/// What asking about an event is not allowed for.
+/// Refuses queries of events for which they are not allowed.
 cudaError_t refuse(const Event& event) {
   if (event.capture == nullptr) return refuse_in_capture();
   event.capture->is_invalid = true;

@@ -10,7 +10,7 @@ namespace {
 struct Plan {
   std::mutex mutex;
   std::string name = settings().fail_call;
-  int left = settings().fail_number;  // calls until the one that fails; 0: none does
+  int left = settings().fail_number;  // calls until the one that fails; 0: none
   std::string failed;
 };
 

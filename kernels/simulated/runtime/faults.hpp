@@ -5,15 +5,15 @@
 
 namespace longspan::simulated {
 
-/// The `number`-th call of this name from now on fails, once; "any" counts all calls but those that
-/// only tell about errors. A launch is called cudaLaunchKernelExC. 0: none fails.
-/// LONGSPAN_SIMULATED_FAIL_CALL=name:number asks for the same from the start of the process.
+/// The `number`-th call of this name from now on fails, once; "any" counts all calls except those
+/// that only report errors. A launch is called cudaLaunchKernelExC. 0: none fails.
+/// LONGSPAN_SIMULATED_FAIL_CALL=name:number requests the same from the start of the process.
 void fail_call(const std::string& name, int number);
 
-/// The call that was made to fail since; empty: none was.
+/// The call that has been made to fail; empty: none.
 std::string failed_call();
 
-/// Whether this call, which begins, fails.
+/// Whether this call, which begins, must fail.
 bool is_made_to_fail(const char* call);
 
 }  // namespace longspan::simulated

@@ -13,7 +13,7 @@ struct Graph {
   std::vector<Node> nodes;
 };
 
-/// Replays of one executable graph come one after the other, in whatever streams they are.
+/// Replays of one executable graph run one after another, in whatever streams they are.
 struct Executable {
   std::vector<Node> nodes;
   OperationPtr last;
@@ -29,8 +29,8 @@ Graphs& graphs() {
   return *all;
 }
 
-/// The nodes go between two operations of the stream that do nothing: its order holds for all of
-/// them, and theirs among each other is the graph's.
+/// The nodes are put between two operations of the stream that do nothing. Its order applies to all
+/// of them, and their order among each other is the graph's.
 cudaError_t launch(Executable& graph, Stream& stream) {
   if (stream.capture != nullptr) return add_nodes(stream, graph.nodes);
   OperationPtr first;
@@ -99,7 +99,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   });
 }
 
-/// Replays that are under way hold what they need.
+/// Replays in progress keep what they need.
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
   return call("cudaGraphExecDestroy", [&](Lock&) {
     return graphs().executable.erase(handle) > 0 ? cudaSuccess : cudaErrorInvalidValue;

@@ -1,9 +1,9 @@
-// Memory of a GPU mapped into other processes. A handle names the process and its file behind the
-// memory; who opens it maps that file. Threads of one process open handles too, as ranks of a
-// simulation may be threads, and get the memory under the address that it has.
+// Memory of a GPU mapped into other processes. A handle names the process and the file behind its
+// memory; another process opens it by mapping that file. Threads of one process open handles too,
+// since ranks of a simulation may be threads, and get the memory at its own address.
 //
-// Behind the memory the file has a page where every process that has it mapped puts its number:
-// memory must not be freed while a peer has it, and who does so is told.
+// Behind the memory the file has a page where every process that has mapped it enters its number.
+// Memory must not be freed while a peer has it mapped; a process that does so gets an error.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -36,14 +36,14 @@ struct Handle {
 };
 static_assert(sizeof(Handle) <= sizeof(cudaIpcMemHandle_t));
 
-/// The page behind the memory: processes that have it mapped; 0: a free place.
+/// The page behind the memory: processes that have it mapped; 0: a free entry.
 struct Users {
   static constexpr std::size_t kMost = 64;
   std::atomic<int> process[kMost];
 };
 static_assert(sizeof(Users) <= kPage && std::atomic<int>::is_always_lock_free);
 
-/// The page of a file, mapped for as long as this lives.
+/// The page of a file, mapped during this object's lifetime.
 class UsersPage {
  public:
   UsersPage(int file, std::size_t page_bytes) {
@@ -57,7 +57,7 @@ class UsersPage {
   UsersPage(const UsersPage&) = delete;
   UsersPage& operator=(const UsersPage&) = delete;
 
-  /// One place that holds `from` holds `to`. False: none does.
+  /// Changes one entry from `from` to `to`. False: no entry holds it.
   bool replace(int from, int to) {
     if (users_ == nullptr) return false;
     for (auto& process : users_->process) {
@@ -66,7 +66,7 @@ class UsersPage {
     }
     return false;
   }
-  /// A process that lives and has the memory; 0: none.
+  /// A live process that has the memory mapped; 0: none.
   int living_user() const {
     if (users_ == nullptr) return 0;
     for (const auto& process : users_->process)

@@ -5,7 +5,7 @@
 
 namespace longspan::simulated {
 
-/// Ends the process where memory that is about to be freed is still in use by a peer.
+/// Ends the process if memory that is about to be freed is still in use by a peer.
 void check_unused(const Allocation& allocation);
 
 }  // namespace longspan::simulated

@@ -30,7 +30,7 @@ namespace {
 constexpr int kOrdinaryShared = 48 << 10;
 constexpr unsigned kMostThreads = 1024;
 
-/// Dynamic shared memory that a kernel was allowed; as long as the mutex is held.
+/// The dynamic shared memory that a kernel is allowed. The caller holds the mutex.
 int& allowed_shared(const void* kernel) {
   static auto* const all = new std::map<const void*, int>;
   return all->try_emplace(kernel, kOrdinaryShared).first->second;
@@ -107,7 +107,7 @@ using namespace longspan::simulated;
 
 extern "C" {
 
-/// What is compiled for processors has no registers or sizes to tell.
+/// Code compiled for CPUs has no registers or sizes to report.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   return call("cudaFuncGetAttributes", [&](Lock&) {
     if (attributes == nullptr) return cudaErrorInvalidValue;

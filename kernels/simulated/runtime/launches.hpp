@@ -1,4 +1,4 @@
-// Kernels given to streams, and what is known about a kernel.
+// Queues kernels into streams, and returns the properties of a kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,12 +7,12 @@
 
 namespace longspan::simulated {
 
-/// What cudaLaunchKernelExC would return. `address`: of the function, by which its limit of shared
+/// Returns what cudaLaunchKernelExC would. `address`: of the function, by which its limit of shared
 /// memory was set. `overlaps`: it may start while the kernel before it in the stream ends.
 cudaError_t queue_kernel(Kernel kernel, const void* address, cudaStream_t stream, bool overlaps);
 
-/// A name for reports: of the function, where the process knows it, and of the place of the launch.
-/// It stays for ever.
+/// A name for reports: of the function, if the process knows it, and of the launch site. It is
+/// never freed.
 const char* name_of_kernel(const void* address, const char* file, unsigned line);
 
 }  // namespace longspan::simulated

@@ -37,7 +37,7 @@ struct Freed {
 
 struct Memory {
   std::map<const std::byte*, Allocation> by_reserved;
-  std::deque<Freed> freed;           // whose addresses nothing else gets for a while
+  std::deque<Freed> freed;           // whose addresses are not reused for a while
   std::map<int, std::size_t> taken;  // of each GPU
 };
 
@@ -48,7 +48,7 @@ Memory& memory() {
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-/// Calls use(first, bytes) for what lies before and behind the data in its pages.
+/// Calls use(first, bytes) for the parts before and after the data in its pages.
 template <class Use>
 void for_each_margin(const Allocation& a, const Use& use) {
   use(a.pages, static_cast<std::size_t>(a.data - a.pages));
@@ -56,7 +56,7 @@ void for_each_margin(const Allocation& a, const Use& use) {
   use(end, static_cast<std::size_t>(a.pages + a.page_bytes - end));
 }
 
-/// Addresses for `bytes`, with a page on either side. False: there are none.
+/// Reserves addresses for `bytes`, with a page on either side. False: there are none.
 bool reserve(Allocation& a, std::size_t bytes) {
   a.bytes = bytes;
   a.page_bytes = round_up(round_up(bytes, kAlign), kPage);
@@ -92,8 +92,8 @@ Allocation* allocate(std::size_t bytes, Allocation::Kind kind) {
   a.device = device_on_node(current_device());
   if (kind == Allocation::Kind::device && bytes > free_memory(a.device)) return nullptr;
   if (!reserve(a, bytes)) return nullptr;
-  // All of it is written below, and the kernel makes many pages at once in a tenth of the time that
-  // faults take.
+  // All of it is written below, and the kernel populates many pages at once in a tenth of the time
+  // that page faults take.
   if (mmap(a.pages, a.page_bytes, PROT_READ | PROT_WRITE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_POPULATE, -1, 0) == MAP_FAILED) {
     munmap(a.reserved, a.reserved_bytes);
@@ -157,7 +157,7 @@ void release(Allocation* allocation) {
   if (a.kind == Allocation::Kind::device) memory().taken[a.device] -= round_up(a.bytes, kAlign);
   memory().by_reserved.erase(a.reserved);
   if (a.file >= 0) close(a.file);
-  // The addresses stay taken for a while, so that who still uses them is found.
+  // The addresses stay reserved for a while, so that later accesses are found.
   mmap(a.reserved, a.reserved_bytes, PROT_NONE,
        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   memory().freed.push_back({a.reserved, a.reserved_bytes});

@@ -1,6 +1,6 @@
-// The memory of the GPUs and pinned memory of the host: each allocation is a mapping of its own,
-// between pages that nobody may touch, and its end lies as near to them as CUDA's alignment of 256
-// bytes lets it. All of it is called with the machine's mutex held.
+// The memory of the GPUs and pinned memory of the host. Each allocation is a separate mapping
+// between guard pages, and its end is as near to them as CUDA's alignment of 256 bytes allows. All
+// functions are called with the machine's mutex held.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,45 +11,45 @@
 
 namespace longspan::simulated {
 
-/// What stands in memory that nobody has written: a NaN of every type, and -1.
+/// The byte value of memory that has not been written: a NaN of every type, and -1.
 inline constexpr unsigned char kFresh = 0xff;
 
 struct Allocation {
   enum class Kind { device, host, imported };  // imported: of another process
 
-  std::byte* reserved = nullptr;  // all of it, with the pages that nobody may touch
+  std::byte* reserved = nullptr;  // all of it, including the guard pages
   std::size_t reserved_bytes = 0;
-  std::byte* pages = nullptr;  // what is mapped between them
+  std::byte* pages = nullptr;  // the mapping between them
   std::size_t page_bytes = 0;
-  std::byte* data = nullptr;  // what the caller knows
+  std::byte* data = nullptr;  // the address that the caller gets
   std::size_t bytes = 0;
   Kind kind = Kind::device;
-  int device = 0;  // by its place on the node
-  int file = -1;   // behind the pages, where another process may map them
-  int opened = 0;  // times that its handle was opened in this process
+  int device = 0;  // by its index on the node
+  int file = -1;   // of the pages, if another process may map them
+  int opened = 0;  // number of times that its handle was opened in this process
   int owner = 0;   // of an imported one: its process, and the file there
   int owner_file = -1;
 };
 
-/// Null, where there is not so much memory. Of one GPU, or of the host.
+/// Allocates from one GPU, or from the host. Null if there is not enough memory.
 Allocation* allocate(std::size_t bytes, Allocation::Kind kind);
 
-/// Maps what a file holds, as an allocation of another process is mapped. Null: it cannot be.
+/// Maps a file, in the way an allocation of another process is mapped. Null if that is impossible.
 Allocation* import_pages(int file, const Allocation& as);
 
-/// Its pages become those of a file that other processes can map, at the same addresses. Behind
-/// them the file has `more` bytes of 0. False: there is no such file to be had.
+/// Moves its pages into a file that other processes can map, at the same addresses. After them the
+/// file has `more` bytes of 0. False: no such file can be made.
 bool put_into_file(Allocation& allocation, std::size_t more);
 
-/// Nobody may touch it any more. What lies around it has to be as it was, or the process ends.
+/// Makes it inaccessible. The memory around it must be unchanged, or the process ends.
 void release(Allocation* allocation);
 
-/// The one whose data begins here; null: none does.
+/// The allocation whose data begins here; null: none.
 Allocation* find_allocation(const void* data);
 
 void for_each_allocation(const std::function<void(Allocation&)>& use);
 
-/// Where memory lies that a call was given.
+/// The location of memory that was given to a call.
 enum class Where { elsewhere, inside, outside };  // outside: partly so, or freed
 struct Found {
   Where where = Where::elsewhere;  // elsewhere: the host's own
@@ -57,7 +57,7 @@ struct Found {
 };
 Found look_up(const void* data, std::size_t bytes);
 
-/// For people: which allocation an address is of, or is next to.
+/// For people: the allocation that contains an address, or is next to it.
 std::string describe_address(const void* address);
 
 std::size_t free_memory(int device);

@@ -154,7 +154,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t comm) {
   });
 }
 
-/// Waits until every rank has come to it, as ranks of one node do.
+/// Waits until every rank has called it, as ranks of one node do.
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   return nccl_call("ncclCommDestroy", [&](Lock& lock) -> ncclResult_t {
     if (comm == nullptr) return ncclSuccess;

@@ -1,4 +1,4 @@
-// What every call of NCCL begins with, and the groups of calls of a thread.
+// The frame of every call of NCCL, and the groups of calls of a thread.
 #pragma once
 
 #include <nccl.h>
@@ -9,14 +9,14 @@
 #include "kernels/simulated/runtime/calls.hpp"
 #include "kernels/simulated/runtime/nccl_comm.hpp"
 
-/// What callers know a communicator by.
+/// The handle of a communicator for callers.
 struct ncclComm {
   std::shared_ptr<longspan::simulated::Comm> own;
 };
 
 namespace longspan::simulated {
 
-/// body(lock) as a call of NCCL.
+/// Runs body(lock) as a call of NCCL.
 template <class Body>
 ncclResult_t nccl_call(const char* name, const Body& body) {
   if (is_made_to_fail(name)) {
@@ -27,7 +27,7 @@ ncclResult_t nccl_call(const char* name, const Body& body) {
   return body(lock);
 }
 
-/// What a thread has called since ncclGroupStart.
+/// The calls of a thread since ncclGroupStart.
 struct Group {
   struct Entry {
     std::shared_ptr<Comm> comm;
@@ -45,7 +45,8 @@ Group& group();
 
 ncclResult_t refuse(const char* why);
 
-/// Until a communicator that blocks is no longer in progress; then, or at once, how it stands.
+/// Waits until a communicator that blocks is no longer in progress; then, or at once, returns its
+/// state.
 ncclResult_t settle(Lock& lock, const std::shared_ptr<Comm>& comm);
 
 }  // namespace longspan::simulated

@@ -24,7 +24,7 @@ std::shared_ptr<Comm> Comm::make(const std::string& name, int rank, int size, bo
   return comm->segment_ == nullptr ? nullptr : comm;
 }
 
-/// All ranks have come.
+/// Whether all ranks have joined.
 bool Comm::is_made() {
   if (is_made_) return true;
   if (const auto parent = parent_; parent != nullptr) parent->look_for_split();
@@ -91,8 +91,8 @@ ncclResult_t Comm::queue_now(const std::vector<Piece>& pieces, cudaStream_t hand
   return ncclUnhandledCudaError;
 }
 
-/// A rank whose process has ended shows as an error, as when its connections close; what waits for
-/// it still has to be aborted.
+/// A rank whose process has ended shows as an error, as when its connections close; operations that
+/// wait for it still have to be aborted.
 Progress Comm::go_on(Transfer& transfer) {
   if (is_aborted_) return Progress::ended;
   const Progress progress = transfer.go_on();
@@ -120,7 +120,7 @@ ncclResult_t Comm::split(int color, int key, bool blocking, std::shared_ptr<Comm
   return ncclSuccess;
 }
 
-/// Once all ranks have said what they want of a split, each knows its own part.
+/// Once all ranks have reported their wishes for a split, each knows its own part.
 void Comm::look_for_split() {
   std::erase_if(splitting_, [this](const Split& split) {
     std::vector<std::pair<int, int>> members;  // key, rank here
@@ -153,7 +153,7 @@ void Comm::abort() {
   is_aborted_ = true;
   put_off_.clear();
   splitting_.clear();
-  if (error_ == ncclSuccess) error_ = ncclInvalidUsage;  // of whoever uses it after
+  if (error_ == ncclSuccess) error_ = ncclInvalidUsage;  // returned to its later users
   if (segment_ != nullptr) segment_->leave(Segment::State::aborted);
 }
 

@@ -1,4 +1,4 @@
-// A rank's side of a communicator. All of it is called with the machine's mutex held.
+// A rank's side of a communicator. All functions are called with the machine's mutex held.
 #pragma once
 
 #include <nccl.h>
@@ -15,7 +15,7 @@ namespace longspan::simulated {
 
 class Comm : public std::enable_shared_from_this<Comm> {
  public:
-  /// Null where there is no memory for it. It is in progress until all ranks have come.
+  /// Null if there is no memory for it. It is in progress until all ranks have joined.
   static std::shared_ptr<Comm> make(const std::string& name, int rank, int size, bool blocking);
 
   int rank() const { return rank_; }
@@ -23,17 +23,17 @@ class Comm : public std::enable_shared_from_this<Comm> {
   int device() const { return device_; }
   bool is_blocking() const { return is_blocking_; }
 
-  /// How it stands: in progress, an error, or success. What was put off is queued by it.
+  /// Its state: in progress, an error, or success. The call queues deferred operations.
   ncclResult_t state();
 
-  /// What is done when all pieces have come.
+  /// Called when all pieces have arrived.
   using Then = std::function<void()>;
 
-  /// Queues what moves these pieces behind what the stream, and this communicator, have to do. One
-  /// that does not block may put it off until it is asked how it stands.
+  /// Queues the transfer of these pieces after earlier work of the stream and of this communicator.
+  /// A communicator that does not block may defer it until its state is queried.
   ncclResult_t queue(std::vector<Piece> pieces, cudaStream_t stream, Then then = {});
 
-  /// Begins a split, whose result is in progress until all ranks have come to it; null: no part of
+  /// Begins a split, whose result is in progress until all ranks have joined it; null: not part of
   /// it (NCCL_SPLIT_NOCOLOR).
   ncclResult_t split(int color, int key, bool blocking, std::shared_ptr<Comm>& child);
 
@@ -51,11 +51,11 @@ class Comm : public std::enable_shared_from_this<Comm> {
   ncclResult_t queue_now(const std::vector<Piece>& pieces, cudaStream_t stream, const Then& then);
   Progress go_on(Transfer& transfer);
 
-  std::shared_ptr<Segment> segment_;  // null: what a split makes, which is not there yet
+  std::shared_ptr<Segment> segment_;  // null: result of a split that is not complete
   int rank_ = 0, size_ = 0, device_ = 0;
   bool is_blocking_ = true, is_made_ = false, is_aborted_ = false, is_finalized_ = false;
   ncclResult_t error_ = ncclSuccess;
-  OperationPtr last_;  // operations of a communicator come one after the other, in every stream
+  OperationPtr last_;  // operations of a communicator run one after another, in every stream
   std::vector<std::function<ncclResult_t()>> put_off_;
 
   struct Split {

@@ -1,4 +1,4 @@
-// What moves bytes between ranks, alone and in groups, and the one operation that adds.
+// Calls that move bytes between ranks, alone and in groups, and the one operation that adds.
 #include <memory>
 #include <utility>
 
@@ -30,12 +30,12 @@ std::size_t size_of(ncclDataType_t type) {
   }
 }
 
-/// Memory that a GPU can reach.
+/// Whether a GPU can reach the memory.
 bool is_reachable(const void* data, std::size_t bytes) {
   return bytes == 0 || (data != nullptr && look_up(data, bytes).where == Where::inside);
 }
 
-/// What a group holds, one operation for each communicator.
+/// Queues the contents of a group, as one operation for each communicator.
 ncclResult_t queue_all(std::vector<Group::Entry> entries) {
   ncclResult_t worst = ncclSuccess;
   for (std::size_t i = 0; i < entries.size(); ++i) {
@@ -63,7 +63,7 @@ ncclResult_t queue_all(std::vector<Group::Entry> entries) {
   return worst;
 }
 
-/// Queues, or adds to the thread's group.
+/// Queues the call, or adds it to the thread's group.
 ncclResult_t add(ncclComm_t comm, cudaStream_t stream, std::vector<Piece> pieces,
                  Comm::Then then = {}) {
   Group::Entry entry{comm->own, stream, std::move(pieces), std::move(then)};
@@ -90,9 +90,9 @@ ncclResult_t send_or_receive(const char* name, Piece piece, ncclDataType_t type,
   });
 }
 
-/// The sum of `parts` [parts, count] of all ranks, in an order that is none of the ranks' own, as
-/// NCCL's algorithms have theirs: from the rank behind this one on, around the ring. 16-bit sums
-/// are rounded at every step.
+/// The sum of `parts` [parts, count] of all ranks. Its order is that of no rank, as with NCCL's
+/// algorithms: from the rank after this one on, around the ring. 16-bit sums are rounded at every
+/// step.
 void add_up(const std::vector<std::byte>& parts, void* sum, std::size_t count, DType dtype,
             int rank, int size) {
   for (std::size_t i = 0; i < count; ++i)
@@ -104,7 +104,7 @@ void add_up(const std::vector<std::byte>& parts, void* sum, std::size_t count, D
     }
 }
 
-/// Where a piece of no bytes stands for something: it has to have a place.
+/// An address for a piece that may have no bytes.
 std::byte* place_of(const void* data) {
   static std::byte nothing;
   return data == nullptr ? &nothing : static_cast<std::byte*>(const_cast<void*>(data));

@@ -16,7 +16,7 @@ namespace longspan::simulated {
 namespace {
 
 constexpr std::size_t kRingBytes = 64 << 10;
-constexpr std::uint32_t kSplits = 16;            // that ranks may be apart by
+constexpr std::uint32_t kSplits = 16;            // most splits by which ranks may be apart
 constexpr std::int64_t kLookEvery = 10'000'000;  // ns
 
 std::int64_t now() {
@@ -25,7 +25,7 @@ std::int64_t now() {
       .count();
 }
 
-/// One that has ended and that its parent has not asked about is no longer there either.
+/// A zombie, which its parent has not waited for, does not count as alive either.
 bool is_alive(int process) {
   if (kill(process, 0) != 0 && errno == ESRCH) return false;
   char path[32], text[256] = "";
@@ -51,7 +51,7 @@ struct Segment::Member {
   Slot splits[kSplits];
 };
 
-/// One writes and one reads. All zero at first.
+/// One writer and one reader. All zero at first.
 struct Segment::Ring {
   std::atomic<std::uint64_t> written, read;
   std::byte data[kRingBytes];
@@ -91,7 +91,7 @@ std::shared_ptr<Segment> Segment::open(const std::string& name, int rank, int si
   if (!own.process.compare_exchange_strong(nobody, getpid())) return nullptr;
   own.gpu = gpu;
   own.state = State::here;
-  if (segment->are_all_here()) shm_unlink(name.c_str());  // all of them have it mapped
+  if (segment->are_all_here()) shm_unlink(name.c_str());  // all of them have mapped it
   return segment;
 }
 
@@ -140,7 +140,7 @@ bool Segment::has_lost_a_rank() {
 }
 
 void Segment::leave(State how) {
-  if (!are_all_here()) shm_unlink(name_.c_str());  // it will never be whole
+  if (!are_all_here()) shm_unlink(name_.c_str());  // it will never be complete
   member(rank_).state = how;
 }
 

@@ -1,5 +1,5 @@
-// What the ranks of one communicator share: who is there, and a ring of bytes from each rank to
-// each other one, in memory that has a name. Ranks are processes of one host, or threads.
+// The state that the ranks of one communicator share: which ranks have joined, and a ring buffer
+// from each rank to each other one, in named memory. Ranks are processes of one host, or threads.
 #pragma once
 
 #include <atomic>
@@ -10,15 +10,15 @@
 
 namespace longspan::simulated {
 
-/// A name that nobody has had.
+/// A name that has never been used.
 std::string fresh_segment_name();
 
 class Segment {
  public:
   enum class State : std::uint32_t { absent, here, left, aborted };
 
-  /// Rank `rank` of `size` comes, with a GPU by its place on the node. Null: its memory cannot be
-  /// had, or this rank is there already.
+  /// Adds rank `rank` of `size`, with a GPU by its index on the node. Null: its memory cannot be
+  /// allocated, or this rank has already joined.
   static std::shared_ptr<Segment> open(const std::string& name, int rank, int size, int gpu);
   ~Segment();
   Segment(const Segment&) = delete;
@@ -31,19 +31,20 @@ class Segment {
   bool have_all_left() const;
   bool has_other_processes() const;
   bool shares_a_gpu() const;
-  /// The process of a rank ended, and the rank had not left before. Looks now and then only.
+  /// Whether the process of a rank ended before the rank had left. It checks only from time to
+  /// time.
   bool has_lost_a_rank();
 
   void leave(State how);
 
-  /// What this rank says at a split, and what another has said there.
+  /// This rank's report at a split, and that of another.
   struct Said {
     int color, key;
   };
   void say(std::uint32_t split, Said said);
   bool has_said(int rank, std::uint32_t split, Said& said) const;
 
-  /// As many bytes as there is room for, to a rank; as have come, from one.
+  /// Sends to a rank as many bytes as there is room for; receives from one as many as have arrived.
   std::size_t send(int to, const std::byte* data, std::size_t bytes);
   std::size_t receive(int from, std::byte* data, std::size_t bytes);
 

@@ -23,7 +23,7 @@ Transfer::Transfer(std::shared_ptr<Segment> segment, int rank, const std::vector
   }
 }
 
-/// True: something went.
+/// True: some bytes were sent.
 bool Transfer::send(int to, Part& part) {
   const std::size_t before = part.done;
   if (part.done < kLength)
@@ -46,7 +46,7 @@ bool Transfer::receive(int from, Part& part) {
     part.done += segment_->receive(from, part.piece.to + taken,
                                    std::min<std::size_t>(wanted, part.announced) - taken);
   while (part.done - kLength >= wanted && part.done - kLength < part.announced) {
-    std::byte rest[256];  // more than this rank asked for, which nobody gets
+    std::byte rest[256];  // more than this rank asked for; they are dropped
     const std::size_t left = part.announced - (part.done - kLength);
     const std::size_t count = segment_->receive(from, rest, std::min(left, sizeof rest));
     if (count == 0) break;
@@ -55,7 +55,7 @@ bool Transfer::receive(int from, Part& part) {
   return part.done > before;
 }
 
-/// A part of fewer bytes than are waited for never ends, as with NCCL.
+/// A part with fewer bytes than awaited never ends, as with NCCL.
 bool Transfer::has_ended(int from, Part& part) {
   if (part.done < kLength || part.done - kLength < part.announced) return false;
   if (part.announced >= part.piece.bytes) return true;

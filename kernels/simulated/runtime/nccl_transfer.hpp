@@ -1,5 +1,5 @@
-// One operation of a communicator: what goes to each rank and what comes from it, in the order of
-// the calls. It goes on whenever it is asked to, and ends when all of it has gone and come.
+// One operation of a communicator: the bytes to and from each rank, in the order of the calls. It
+// makes progress whenever it is polled, and ends when all bytes are sent and received.
 #pragma once
 
 #include <deque>
@@ -13,8 +13,8 @@ namespace longspan::simulated {
 
 struct Piece {
   int peer;
-  const std::byte* from = nullptr;  // null: it comes
-  std::byte* to = nullptr;          // null: it goes
+  const std::byte* from = nullptr;  // null: receive
+  std::byte* to = nullptr;          // null: send
   std::size_t bytes = 0;
 };
 
@@ -24,12 +24,12 @@ class Transfer {
   Progress go_on();
 
  private:
-  /// Ahead of each piece its length travels. Where the two sides do not mean the same, the one that
-  /// wants less gets that much, and the other one waits.
+  /// The length of each piece travels before it. If the two sides ask for different lengths, the
+  /// one that wants less gets that much, and the other one waits.
   struct Part {
     Piece piece;
     std::uint64_t announced = 0;
-    std::size_t done = 0;  // bytes, the length's included
+    std::size_t done = 0;  // bytes, including those of the length
     bool is_stuck = false;
   };
   using Parts = std::deque<Part>;

@@ -6,7 +6,7 @@
 namespace longspan::simulated {
 namespace {
 
-/// Some operations begin as soon as they can, others late, after much else went on.
+/// Some operations begin as soon as they can, others late, after much other work.
 constexpr double kEagerness[] = {1, 0.25, 0.02};
 
 OperationPtr take(std::vector<OperationPtr>& from, std::size_t index) {
@@ -70,13 +70,13 @@ void Operations::finish(const OperationPtr& operation) {
   operation->ended_at_ = nanoseconds();
   operation->poll_ = nullptr;
   operation->overlapped_ = nullptr;
-  // What it did may hold what holds it, as a communicator does.
+  // Its work may own the operation's owner, as with a communicator.
   operation->work_ = nullptr;
   for (const OperationPtr& follower : std::exchange(operation->followers_, {}))
     if (--follower->unmet_ == 0) make_ready(follower);
 }
 
-/// Kernels that have ended, and those that may start since the kernel before them lets them.
+/// Collects kernels that have ended, and those that may start since the kernel before allows it.
 bool Operations::collect() {
   bool any = false;
   for (std::size_t i = 0; i < running_.size();) {
@@ -117,12 +117,12 @@ bool Operations::begin_one(bool at_once) {
 
 bool Operations::poll_one(std::size_t index) {
   const OperationPtr operation = polled_[index];
-  order_kernels_before_host();  // what it sends was written before
+  order_kernels_before_host();  // its data was written before
   const Progress progress = operation->poll_();
   if (progress == Progress::none) return false;
   if (progress == Progress::ended) {
     std::erase(polled_, operation);
-    order_host_before_kernels();  // what came is seen by whatever follows
+    order_host_before_kernels();  // received data is visible to whatever follows
     finish(operation);
   }
   return true;
@@ -133,7 +133,7 @@ bool Operations::step(int most_slices) {
   if (begin_one(running_.empty())) return true;
   if (!polled_.empty() && chance(0.5) && poll_one(pick(static_cast<unsigned>(polled_.size()))))
     return true;
-  // Where nothing else could begin, slices need not be looked behind one by one.
+  // If nothing else could begin, there is no need to check after each slice.
   const int most = ready_.empty() && polled_.empty() ? most_slices : 1;
   if (!running_.empty() && run_slices(most)) {
     collect();

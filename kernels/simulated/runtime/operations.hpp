@@ -1,8 +1,8 @@
-// What streams were given and the GPUs have not done yet: a graph of operations, each of which may
-// begin when those before it are done. Nothing runs by itself: whoever waits calls step(), and
-// chance decides what goes on, so that every order that the streams allow comes up.
+// Work in streams that the GPUs have not done yet: a graph of operations, each of which may begin
+// when those before it are done. Nothing runs by itself: a thread that waits calls step(), and
+// chance decides what makes progress, so that every order that the streams allow occurs.
 //
-// All of it is called with the machine's mutex held.
+// All functions are called with the machine's mutex held.
 #pragma once
 
 #include <cstdint>
@@ -17,20 +17,20 @@ namespace longspan::simulated {
 class Operation;
 using OperationPtr = std::shared_ptr<Operation>;
 
-/// What one look at work that waits for other ranks found.
+/// The result of one poll of work that waits for other ranks.
 enum class Progress { none, some, ended };
 using Poll = std::function<Progress()>;
 
-/// What an operation does; a graph's node does it at every replay. At most one of the three is set,
-/// and none means that it only has its place in the order.
+/// The work of an operation; a graph's node does it at every replay. At most one of the three is
+/// set; none means that it only has a position in the order.
 struct Work {
-  Kernel kernel;                // where it has a body
+  Kernel kernel;                // set if it has a body
   std::function<void()> now;    // done as soon as it begins: copies
-  std::function<Poll()> begin;  // asked until it says that it has ended
+  std::function<Poll()> begin;  // polled until it reports that it has ended
 
   int device = 0;
   bool overlaps = false;  // of a kernel: may start while the kernel before it ends
-  /// Called when it is queued, with what it has to wait for besides.
+  /// Called when it is queued, with the operations that it has to wait for in addition.
   std::function<void(const OperationPtr& self, std::vector<OperationPtr>& after)> queued;
 
   bool is_kernel() const { return kernel.body != nullptr; }
@@ -41,7 +41,7 @@ class Operation {
  public:
   explicit Operation(WorkPtr work) : work_(std::move(work)) {}
   bool is_done() const { return state_ == State::done; }
-  /// Until it is done.
+  /// Valid until it is done.
   const Work& work() const { return *work_; }
   /// On the machine's clock.
   std::uint64_t ended_at() const { return ended_at_; }
@@ -54,7 +54,7 @@ class Operation {
   State state_ = State::queued;
   int unmet_ = 0;  // operations that it waits for
   std::vector<OperationPtr> followers_;
-  OperationPtr overlapped_;  // a kernel of which it need not await the end
+  OperationPtr overlapped_;  // a kernel whose end it need not await
   double eagerness_ = 1;     // chance to begin, at each step
   GridHandle grid_;
   Poll poll_;
@@ -67,13 +67,13 @@ class Operations {
   OperationPtr queue(WorkPtr work, std::vector<OperationPtr> after,
                      OperationPtr overlapped = nullptr);
 
-  /// Something goes on. False: nothing can at present. `most_slices` of the machine, where nothing
-  /// else could begin between them.
+  /// Makes progress. False: nothing can at present. It runs up to `most_slices` of the machine, if
+  /// nothing else could begin between them.
   bool step(int most_slices = 1);
 
-  /// Work under way waits for what other ranks do: nothing is known about when it goes on.
+  /// Whether work in progress waits for other ranks: it is unknown when it continues.
   bool waits_for_others() const { return !polled_.empty(); }
-  /// Kernels are resident.
+  /// Whether kernels are resident.
   bool runs_kernels() const { return !running_.empty(); }
 
  private:
@@ -85,12 +85,12 @@ class Operations {
   bool poll_one(std::size_t index);
 
   std::vector<OperationPtr> ready_;
-  std::vector<OperationPtr> overlapping_;  // ready but for the kernel that they overlap
+  std::vector<OperationPtr> overlapping_;  // ready except for the kernel that they overlap
   std::vector<OperationPtr> running_;      // kernels, in the order in which they started
   std::vector<OperationPtr> polled_;
 };
 
-/// Those of this process.
+/// The operations of this process.
 Operations& operations();
 
 }  // namespace longspan::simulated

@@ -14,13 +14,13 @@ namespace {
 constexpr int kMostGpus = 16;
 constexpr std::size_t kStandardMemoryMb = 4096;
 
-/// Numbers of ranks on this host, by whoever starts them.
+/// The number of ranks on this host, from different launchers.
 constexpr const char* kRanksOfHost[] = {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
                                         "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"};
 
 std::string text_of(const char* name) { return env_text(name).value_or(""); }
 
-/// A whole number that is not below `least`; otherwise `standard`.
+/// An integer of at least `least`; otherwise `standard`.
 template <class T>
 T number(std::string_view text, T least, T standard) {
   T value{};
@@ -29,8 +29,8 @@ T number(std::string_view text, T least, T standard) {
   return value;
 }
 
-/// A variable of ours that does not parse ends the process: a simulation of something else than was
-/// asked for would look like a success.
+/// A variable of longspan's own that does not parse ends the process: a simulation with other
+/// settings would look like a success.
 template <class T>
 T own_number(const char* name, T least, T standard) {
   const std::string text = text_of(name);
@@ -53,8 +53,8 @@ int count_gpus() {
   return std::min(kMostGpus, own_number("LONGSPAN_SIMULATED_GPUS", 0, std::max(ranks, 1)));
 }
 
-/// CUDA_VISIBLE_DEVICES, of which only numbers are known here: what follows one that is not there
-/// is not seen, as with CUDA.
+/// CUDA_VISIBLE_DEVICES, with only numbers supported here: devices after an invalid one are not
+/// visible, as with CUDA.
 std::vector<int> visible(int gpus) {
   std::vector<int> seen;
   if (!env_is_set("CUDA_VISIBLE_DEVICES")) {
@@ -77,7 +77,7 @@ Settings read() {
   Settings read;
   read.gpus_of_node = count_gpus();
   read.gpus = visible(read.gpus_of_node);
-  // The least is 1, and one less has to be a number too: hence not an unsigned type.
+  // The least is 1, and one less must be representable too: hence not an unsigned type.
   read.memory_bytes = static_cast<std::size_t>(own_number<long long>("LONGSPAN_SIMULATED_MEMORY_MB",
                                                                      1, kStandardMemoryMb))
                       << 20;

@@ -30,7 +30,7 @@ bool is_good(const Word& word) {
          look_up(word.place, bytes).where == Where::inside;
 }
 
-/// False: it is nothing that is known here.
+/// False: the operation is not known here.
 bool read(const CUstreamBatchMemOpParams& p, Word& word) {
   if (p.operation == CU_STREAM_MEM_OP_WAIT_VALUE_64 &&
       p.waitValue.flags == CU_STREAM_WAIT_VALUE_GEQ)
@@ -42,7 +42,7 @@ bool read(const CUstreamBatchMemOpParams& p, Word& word) {
   return is_good(word);
 }
 
-/// Goes through the words, up to one that is not there yet.
+/// Processes the words, up to one that has not arrived yet.
 Poll walk(const std::vector<Word>& words) {
   return [words, next = std::size_t{0}]() mutable {
     const std::size_t before = next;
@@ -75,7 +75,7 @@ CUresult CUDAAPI simulated_stream_batch(CUstream handle, unsigned count,
       if (!read(operations[i], words[i])) return cudaErrorInvalidValue;
     return submit(*stream, {.begin = [words = std::move(words)] { return walk(words); }});
   });
-  return static_cast<CUresult>(result);  // those that it gives have the same numbers
+  return static_cast<CUresult>(result);  // both enums have the same numbers for these
 }
 
 }  // namespace longspan::simulated

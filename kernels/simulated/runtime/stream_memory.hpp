@@ -1,11 +1,12 @@
-// Words that streams write and wait for by themselves.
+// Words that streams write and wait for.
 #pragma once
 
 #include <cuda.h>
 
 namespace longspan::simulated {
 
-/// The driver's cuStreamBatchMemOp, for writes of 32 bits and waits for 64 that are as great.
+/// The driver's cuStreamBatchMemOp, for writes of 32 bits and waits of 64 bits for a value at least
+/// as great.
 CUresult CUDAAPI simulated_stream_batch(CUstream stream, unsigned count,
                                         CUstreamBatchMemOpParams* operations, unsigned flags);
 

@@ -13,7 +13,7 @@ namespace {
 struct Streams {
   std::map<cudaStream_t, std::unique_ptr<Stream>> made;
   std::map<int, Stream> defaults;  // by GPU
-  // Of streams that are no more, with what they still had to do.
+  // of destroyed streams, with their remaining work
   std::vector<std::pair<int, OperationPtr>> left;
 };
 
@@ -40,7 +40,7 @@ void add_left(int device, std::vector<OperationPtr>& to) {
     if (of == device) to.push_back(last);
 }
 
-/// What the end of a stream's work follows from.
+/// The operations after which a stream's work has ended.
 std::vector<OperationPtr> last_of(const Stream& stream) {
   std::vector<OperationPtr> last{stream.last};
   if (!stream.is_default) return last;
@@ -78,7 +78,7 @@ Stream* find_stream(cudaStream_t handle) {
 cudaError_t submit(Stream& stream, Work work, OperationPtr* queued,
                    std::vector<OperationPtr> after) {
   if (stream.capture != nullptr) return add_node(stream, std::move(work));
-  // A kernel may overlap the one right before it, not what else it waits for.
+  // A kernel may overlap the one directly before it, but not other operations that it waits for.
   OperationPtr overlapped;
   if (work.is_kernel() && work.overlaps && !is_done(stream.last) && stream.last->work().is_kernel())
     overlapped = stream.last;
@@ -148,7 +148,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   return call("cudaStreamCreateWithPriority", [&](Lock&) { return create(stream, flags); });
 }
 
-/// What it has left to do still happens.
+/// Its remaining work still happens.
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return call("cudaStreamDestroy", [&](Lock&) {
     Stream* const stream = find_stream(handle);
@@ -165,7 +165,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     Stream* stream = find_stream(handle);
     if (stream == nullptr) return cudaErrorInvalidResourceHandle;
     if (const cudaError_t error = refuse_on_captured(*stream); error != cudaSuccess) return error;
-    // What is queued while this thread waits is not waited for, and the stream itself may go.
+    // Work queued while this thread waits is not waited for, and the stream itself may be
+    // destroyed.
     const std::vector<OperationPtr> last = last_of(*stream);
     wait(lock, [&] { return are_done(last); });
     return cudaSuccess;

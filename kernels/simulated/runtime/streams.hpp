@@ -1,4 +1,4 @@
-// Streams, events and captures, by their handles. All of it is called with the machine's mutex
+// Streams, events and captures, by their handles. All functions are called with the machine's mutex
 // held.
 #pragma once
 
@@ -20,7 +20,7 @@ struct Node {
   int overlapped = -1;  // one of `after`: a kernel that this one may overlap
 };
 
-/// What streams record while they are captured.
+/// The record of streams that are captured.
 struct Capture {
   cudaStreamCaptureMode mode;
   std::thread::id thread;
@@ -32,50 +32,51 @@ using CapturePtr = std::shared_ptr<Capture>;
 struct Stream {
   int device = 0;
   bool is_default = false;    // the legacy one, which has no handle of its own
-  bool is_blocking = true;    // waits for the default stream, and that waits for it
-  OperationPtr last;          // queued; null: none that is not done
-  CapturePtr capture;         // null: it is not captured
-  std::vector<int> frontier;  // nodes of the capture that what comes next follows
+  bool is_blocking = true;    // waits for the default stream, and the default stream for it
+  OperationPtr last;          // queued; null: all are done
+  CapturePtr capture;         // null: not captured
+  std::vector<int> frontier;  // nodes of the capture that the next operation follows
   bool began_capture = false;
 };
 
 struct Event {
   int device = 0;
   bool is_timed = true;
-  OperationPtr last;   // its record; null: it was never recorded
-  CapturePtr capture;  // it was last recorded in a capture
+  OperationPtr last;   // its record; null: never recorded
+  CapturePtr capture;  // set if it was last recorded in a capture
   std::vector<int> nodes;
 };
 
-/// Null: there is no such stream, or event.
+/// Null: the stream, or the event, does not exist.
 Stream* find_stream(cudaStream_t handle);
 Event* find_event(cudaEvent_t handle);
 
 /// The default stream of a GPU.
 Stream& default_stream(int device);
 
-/// Puts work into a stream: into its capture, where it has one. Gives what the call returns.
-/// `queued`: the operation, where it was queued. `after`: what it waits for besides the stream.
+/// Puts work into a stream: into its capture, if it has one. Returns the result of the call.
+/// `queued`: the operation, if it was queued. `after`: operations that it waits for in addition to
+/// the stream.
 cudaError_t submit(Stream& stream, Work work, OperationPtr* queued = nullptr,
                    std::vector<OperationPtr> after = {});
 
-/// Until all that the streams of a GPU were given so far is done.
+/// Waits until all earlier work of a GPU's streams is done.
 void wait_for_device(Lock& lock, int device);
 
-/// Whether the default stream of a GPU may not be used, since a stream that it would wait for is
+/// Whether the default stream of a GPU may not be used, because a stream that it would wait for is
 /// being captured; that capture becomes invalid.
 bool captures_blocking_stream(int device);
-/// The streams that take part in a capture, and their return to ordinary life.
+/// The streams that take part in a capture, and the end of their part in it.
 std::vector<const Stream*> streams_of(const CapturePtr& capture);
 void end_captures(const CapturePtr& capture);
 
-/// What a call returns that captures do not allow, which become invalid by it. Success: there are
-/// none that would mind.
+/// The result of a call that captures forbid, which makes them invalid. Success: no capture forbids
+/// it.
 cudaError_t refuse_in_capture();
-/// The same for a call that is about one stream and waits, or asks.
+/// The same for a call on one stream that waits, or queries.
 cudaError_t refuse_on_captured(Stream& stream);
 
-/// Of this thread, for calls that captures do not allow.
+/// Of this thread, for calls that captures forbid.
 cudaStreamCaptureMode& capture_mode();
 
 }  // namespace longspan::simulated

@@ -13,14 +13,14 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr unsigned kMostStepsOfQuery = 64;
-constexpr int kSlicesOfStep = 32;  // until other threads may come in
-constexpr auto kTurn = 1ms;        // of the thread that lets the GPUs go on
+constexpr int kSlicesOfStep = 32;  // until other threads get a turn
+constexpr auto kTurn = 1ms;        // of the thread that runs the GPUs
 
 bool has_other_processes = false;
-bool is_over = false;           // main has ended, and what is static is about to go
+bool is_over = false;           // main has ended, and static objects are about to be destroyed
 std::thread::id ending_thread;  // that ends the process
 
-/// The machine is not used any more when the process ends, by whichever thread.
+/// After this the machine is not used any more; the process ends, on any thread.
 void end_with_the_process() {
   [[maybe_unused]] static const int once = std::atexit([] {
     const Lock lock(machine_mutex());
@@ -29,7 +29,7 @@ void end_with_the_process() {
   });
 }
 
-/// True: this thread ends the process and need not wait. Others wait for their end.
+/// True: this thread ends the process and need not wait. Other threads block until the end.
 bool is_past_the_end(Lock& lock) {
   if (!is_over) return false;
   if (std::this_thread::get_id() == ending_thread) return true;
@@ -37,7 +37,7 @@ bool is_past_the_end(Lock& lock) {
   for (;;) std::this_thread::sleep_for(1h);
 }
 
-/// Naps that get longer, for who waits for another thread or process.
+/// Naps of growing length, for a thread that waits for another thread or process.
 class Naps {
  public:
   void nap() {
@@ -64,12 +64,12 @@ void wait(Lock& lock, const std::function<bool()>& until, bool for_others) {
     if (operations().step(kSlicesOfStep)) {
       naps.begin_again();
       let_others_in(lock);
-      // Kernels that spin for another process's words take the processor that it needs.
+      // Kernels that spin for another process's words occupy the CPU that it needs.
       if (has_other_processes && steps % (256 / kSlicesOfStep) == 0) std::this_thread::yield();
       continue;
     }
     if (until()) break;
-    // A process that waits for nobody else has nobody who could help it.
+    // If a process waits for no other process, no other can help it.
     if (!for_others && !has_other_processes && !operations().waits_for_others())
       report_standstill();
     lock.unlock();
@@ -99,7 +99,7 @@ void go_on_a_little(const std::function<bool()>& until) {
   unsigned left = pick(kMostStepsOfQuery) + 1;
   do {
     if (operations().step()) continue;
-    // Nobody else could move a kernel that stands, though who asks might ask for ever.
+    // No other process could move a kernel that stands still, though the caller might poll forever.
     if (!until() && operations().runs_kernels() && !has_other_processes &&
         !operations().waits_for_others())
       report_standstill();

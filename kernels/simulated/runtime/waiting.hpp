@@ -1,5 +1,5 @@
-// How the host waits: it lets the GPUs go on until what it waits for is so. Other threads get in
-// between the slices.
+// Waits of the host: it runs the GPUs until its condition holds. Other threads get a turn between
+// the slices.
 #pragma once
 
 #include <functional>
@@ -8,18 +8,19 @@
 
 namespace longspan::simulated {
 
-/// Until until() is true. Where nothing can go on, nor can another rank change that, the machine
+/// Waits until until() is true. If nothing can move, nor can another rank change that, the machine
 /// reports the standstill.
 void wait(Lock& lock, const std::function<bool()>& until);
 
-/// The same for what does not depend on this process's GPUs alone: other ranks have to come.
+/// The same for conditions that do not depend only on this process's GPUs: other ranks have to
+/// arrive.
 void wait_for_others(Lock& lock, const std::function<bool()>& until);
 
-/// What a query lets happen: a little, also where what it asks about is so already.
+/// The progress during a query: a little, even if its condition already holds.
 void go_on_a_little(const std::function<bool()>& until);
 
-/// Other processes take part from now on. Clocks have to agree, and the GPUs go on also while the
-/// host is elsewhere, as real ones do: a thread sees to it.
+/// Other processes take part from now on. Clocks must agree, and the GPUs must also run while the
+/// host does other work, as real ones do: a thread does this.
 void meet_other_processes();
 
 }  // namespace longspan::simulated

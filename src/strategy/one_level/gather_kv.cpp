@@ -2,10 +2,11 @@
 //
 //     my keys and values  ->  every rank's, in the order of the sequence  ->  one attention
 //
-// GPUs that reach each other put keys straight into that order, and attend meanwhile
-// (shared/key_puts.hpp). Others copy what has come into it. On processors the attention finds keys
-// where they came, by their spans, and own ones where they lie. A rank attends with its own rows of
-// the queries, which shares the work, or with all of them, and then has the bits of one rank alone.
+// GPUs that reach each other put keys directly into that order, and attend meanwhile
+// (shared/key_puts.hpp). Other GPUs copy received keys into that order. On CPUs the attention finds
+// keys by their spans: received ones in the receive buffer, own ones in place. A rank attends with
+// its own rows of the queries, which shares the work, or with all of them; it then has the same
+// bits as one rank alone.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -28,7 +29,7 @@ class GatherKv final : public Strategy {
  public:
   explicit GatherKv(const Layer& layer)
       : layer_(layer), keys_(layer), route_(ranks()), underway_(ranks()) {
-    layer_.bounds.shard.rank = 0;  // that of the attention, which has all keys
+    layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
     if (ranks() == 1) return;
@@ -50,12 +51,12 @@ class GatherKv final : public Strategy {
     }
     ordered_ = puts_->is_open() ? puts_->whole_keys() : keys_.take_block(memory, most_keys());
     states_->lay_out_scratch(memory);
-    // What has come is in order when an attention writes states, and own keys that were copied are
-    // read until the end of attentions that write none.
+    // When an attention writes states, received keys are already copied into order. Copied own keys
+    // are read until the end of attentions that write none.
     Parts slots = memory;
     states_->lay_out_slots(slots);
     gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
-        rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one behind the other
+        rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one after the other
     memory.bytes = std::max(memory.bytes, slots.bytes);
   }
 
@@ -82,7 +83,7 @@ class GatherKv final : public Strategy {
   }
 
  private:
-  /// Attends to the keys of all ranks, which come as the device has it.
+  /// Attends to the keys of all ranks, received in the way of the device.
   class Forward final : public Visitor {
    public:
     /// `most`: keys of a rank.
@@ -109,18 +110,18 @@ class GatherKv final : public Strategy {
     const GatherKv& gather_;
     Pass& pass_;
     std::int64_t most_;
-    KeyBlock own_;  // on processors
+    KeyBlock own_;  // on CPUs
   };
 
   int ranks() const { return layer_.comm.size(); }
   bool is_host() const { return layer_.kernels.device() == Device::host; }
-  /// Of whole sequences.
+  /// For whole sequences.
   std::int64_t most_keys() const {
     return longspan::most_keys(layer_.options.limits, layer_.bounds.batch.size);
   }
 
-  /// Finds where sequences start in the keys of every rank, and in all of them; returns how many
-  /// keys a rank has at most.
+  /// Computes where sequences start in the keys of every rank, and in all of them; returns the most
+  /// keys of a rank.
   std::int64_t find_starts(const Run& run) const {
     std::int64_t most = 0;
     for (int p = 0; p < ranks(); ++p) {
@@ -135,7 +136,7 @@ class GatherKv final : public Strategy {
     return keys_.own_keys(run, slot_of(layer_.comm.rank(), most));
   }
 
-  /// On processors: ranks know of one another how many keys they have, and no more travels.
+  /// On CPUs: every rank knows how many keys each rank has, so exactly these travel.
   comm::Transfers start_shift(const Run& run, const Move& move, const KeyBlock& own,
                               std::int64_t most) const {
     const int rank = layer_.comm.rank(), from = (rank - move.distance + ranks()) % ranks();
@@ -154,7 +155,7 @@ class GatherKv final : public Strategy {
                                     "gather of keys");
   }
 
-  /// Finds where all keys lie, in the order of the sequences; returns the number of spans.
+  /// Computes the spans of all keys, in the order of the sequences; returns their number.
   std::int64_t find_spans(const Run& run, const KeyBlock& own, std::int64_t most) const {
     std::int64_t count = 0;
     for (int p = 0; p < ranks(); ++p) {
@@ -183,7 +184,8 @@ class GatherKv final : public Strategy {
     return count;
   }
 
-  /// On GPUs: keys (part 0), and then values, come in equal slots, and are copied into their order.
+  /// On GPUs: keys (part 0), and then values, arrive in equal slots and are copied into their
+  /// order.
   void gather_in_order(const Pass& pass, int part, std::int64_t most) const {
     const Run& run = pass.run;
     const int rank = layer_.comm.rank();
@@ -210,12 +212,12 @@ class GatherKv final : public Strategy {
       keys_.copy_in_order(run, p, p == rank ? own : slot(p), only(ordered_));
   }
 
-  /// Room for this rank's keys, where those of the others do not come to gathered_.
+  /// Memory for this rank's keys, if those of the others are not received in gathered_.
   KeyBlock copied_keys() const {
     return {gathered_.k, gathered_.k + keys_.block_rows() * keys_.key_bytes(), starts_, nullptr};
   }
 
-  /// Where the keys of a rank come to, in memory for `most` rows of each.
+  /// The slot that receives the keys of a rank, in memory with `most` rows for each.
   KeyBlock slot_of(int rank, std::int64_t most) const {
     return slot_of(rank, most, keys_.key_bytes(), keys_.value_bytes());
   }
@@ -230,15 +232,15 @@ class GatherKv final : public Strategy {
 
   Layer layer_;
   TravellingKeys keys_;
-  std::optional<KeyPuts> puts_;  // of several ranks, for what it takes
-  Route route_;                  // of what those do not take
+  std::optional<KeyPuts> puts_;  // with several ranks, for the runs that it supports
+  Route route_;                  // for the runs that those do not support
   Underway underway_;
   std::optional<StateMemory> states_;  // one slot
-  KeyBlock gathered_;  // [ranks, rows of a rank] as they come; on GPUs keys and values have the
-                       // same memory, one behind the other
+  KeyBlock gathered_;  // [ranks, rows of a rank] as received; on GPUs keys and values use the same
+                       // memory, one after the other
   std::int64_t* starts_ = nullptr;     // [ranks, batch] of the sequences in each rank's slot
-  kernels::KeySpan* spans_ = nullptr;  // [most_keys()] on processors
-  KeyBlock ordered_;  // whole sequences, in their order; on processors their starts
+  kernels::KeySpan* spans_ = nullptr;  // [most_keys()] on CPUs
+  KeyBlock ordered_;                   // whole sequences, in their order; on CPUs only their starts
 };
 
 std::string refusal(const Options& options, int ranks) {
@@ -250,8 +252,8 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-/// Counts the keys and values of all ranks, as they come and, on GPUs, in the order of the
-/// sequence, which is memory that other GPUs write where they reach it.
+/// Counts the keys and values of all ranks, as received and, on GPUs, in the order of the sequence
+/// (memory that other GPUs write if they can reach it).
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
@@ -271,7 +273,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
     const int pieces = pieces_of_keys(options.heads, options.kv_heads, come / ranks * row).count;
     cost.messages = cost.peer_messages = 2;
-    // While the first piece comes, rows attend to own keys, of which few ranks have much.
+    // While the first piece arrives, rows attend to own keys; with many ranks these are few.
     const double awaited = 1 - 1.5 / ranks;
     if (own_rows >= kernels::KeyArrivals::kLeastRows)
       cost.overlapped_bytes = cost.received_bytes * (1 - awaited / pieces);

@@ -1,4 +1,4 @@
-// The strategy gather-states: keys stay where they are, and the small partial states travel.
+// The strategy gather-states: keys do not travel, only the small partial states do.
 //
 //     queries (all ranks')  ->  state over my keys  ->  every rank's state  ->  one merge
 //
@@ -16,7 +16,7 @@
 namespace longspan {
 namespace {
 
-constexpr std::int64_t kMostPeerRows = 16384;  // of states, that go through peer buffers
+constexpr std::int64_t kMostPeerRows = 16384;  // of states that are exchanged through peer buffers
 
 class GatherStates final : public Strategy {
  public:
@@ -30,7 +30,7 @@ class GatherStates final : public Strategy {
     rows_.lay_out(memory);
   }
 
-  /// Opens peer buffers for what decode and chunks exchange; past that, gathering is as fast.
+  /// Opens peer buffers for the sizes of decode and chunks; for larger ones, gathering is as fast.
   void open(std::uint32_t layer) override {
     const Options& options = layer_.options;
     const std::int64_t most = options.limits.max_tokens * options.heads;
@@ -99,7 +99,8 @@ class GatherStates final : public Strategy {
 
  private:
   kernels::ExchangeParams exchange_of(const Pass& pass) const {
-    layer_.comm.check("attention");  // as no collective does; the step is that of Attention::wait
+    layer_.comm.check("attention");  // no collective checks it here; the step is that of
+                                     // Attention::wait
     kernels::ExchangeParams exchange{*peers_, pass.merge, peer_buffer_rows_};
     exchange.hash = pass.say.hash;
     exchange.contents = pass.say.contents;
@@ -111,12 +112,12 @@ class GatherStates final : public Strategy {
   Layer layer_;
   DealtRows rows_;
   std::optional<StateMemory> states_;      // [ranks] slots
-  std::shared_ptr<const PeerView> peers_;  // null: states are gathered
-  std::int64_t peer_buffer_rows_ = 0;      // most states that go by peer buffers
+  std::shared_ptr<const PeerView> peers_;  // null: states travel by all_gather
+  std::int64_t peer_buffer_rows_ = 0;      // most states that are exchanged through peer buffers
   ExchangeInfo exchange_;
 };
 
-/// Counts the slots of all ranks' states, and with sharded queries the rows of all of them, twice.
+/// Counts the slots of all ranks' states, and with sharded queries the rows of all ranks, twice.
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : 0;
   const double rows = options.queries ? ranks * own_rows : size.tokens;

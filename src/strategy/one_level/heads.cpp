@@ -1,9 +1,9 @@
-// The strategy heads: ranks share the work by heads, as DeepSpeed-Ulysses does.
+// The strategy heads: ranks share the work by heads, as in DeepSpeed-Ulysses.
 //
 //     my rows, all heads  ->  all rows, my heads  ->  one attention  ->  my rows, all heads
 //
-// No state travels, and no two are merged, so the bits are those of one rank alone. Between GPUs
-// that reach each other rows move while the rank attends with others (shared/head_puts.hpp).
+// No states travel or merge, so the bits are those of one rank alone. Between GPUs that reach each
+// other, rows travel while the rank attends with others (shared/head_puts.hpp).
 #include <fmt/format.h>
 
 #include <memory>
@@ -22,7 +22,7 @@ namespace {
 class Heads final : public Strategy {
  public:
   explicit Heads(const Layer& layer) : layer_(layer), own_(layer.bounds) {
-    own_.shard.rank = 0;  // that of the attention, which has all keys
+    own_.shard.rank = 0;  // of the attention, which has all keys
     own_.shard.ranks = 1;
     if (ranks() > 1) {
       exchange_.emplace(layer, NodeRanks::all(ranks()), layer.comm);
@@ -75,8 +75,8 @@ class Heads final : public Strategy {
   }
 
   Layer layer_;
-  std::optional<HeadExchange> exchange_;  // of several ranks
-  std::optional<HeadPuts> puts_;          // likewise, for what it takes
+  std::optional<HeadExchange> exchange_;  // with several ranks
+  std::optional<HeadPuts> puts_;          // with several ranks, for the runs that it supports
   kernels::AttendParams own_;             // the largest attention, of this rank's heads
   std::optional<StateMemory> states_;     // one slot
 };

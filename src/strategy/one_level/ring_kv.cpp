@@ -1,19 +1,20 @@
-// The strategy ring-kv: keys and values travel around, one rank's at a time, beside the compute.
+// The strategy ring-kv: keys and values travel around the ring, one rank's at a time, beside the
+// compute.
 //
 //     state = attend(my rows, my keys),   then for s = 1 ... P - 1:
-//     state = attend(my rows, keys of rank - s) from state      while those of rank - s - 1 come
-//     the last of them ends with the result
+//     state = attend(my rows, keys of rank - s) from state      while those of rank - s - 1 arrive
+//     the last of them writes the result
 //
-// Every rank sends its own keys, in step s to rank + s, so what no row of a rank sees is neither
-// sent to it nor waited for. A rank keeps two blocks of keys besides what it was given. Where its
-// own keys have to be copied before they can be sent, one of the two holds them: a block then comes
-// in when the one before it is no longer needed, and only the first comes beside compute.
+// Every rank sends its own keys, in step s to rank + s. Keys that no row of a rank sees are neither
+// sent to it nor waited for. A rank keeps two blocks of keys besides its inputs. If its own keys
+// must be copied before they can be sent, one of the two holds them. A block then arrives when the
+// one before it is no longer needed, and only the first transfer overlaps compute.
 //
 // On GPUs that reach each other the blocks are in a receive buffer, which copy engines fill while
-// all multiprocessors compute. There the step alone says which block it fills, as a sender has to
-// know it, and a copy of own keys has a block of its own (none with Limits::dense_keys). Where the
-// blocks of all steps are small, each has its own, and all keys set out at once: then a step waits
-// for the link alone, and not for a block that a peer still attends to.
+// all multiprocessors compute. There the step alone determines the block, since the sender has to
+// know it, and a copy of own keys has its own block (none with Limits::dense_keys). If the blocks
+// of all steps are small, each has its own, and all transfers start at once: a step then waits only
+// for the link, not for a block that a peer still attends to.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -61,7 +62,7 @@ class RingKv final : public Strategy {
 
   ExchangeInfo exchange() const override { return exchange_; }
 
-  /// Two phases a step, two ahead of the first, one for the merge and one for the end.
+  /// Two phases per step, two before the first, one for the merge and one for the end.
   int most_marks() const override { return 2 * ranks() + 4; }
 
   void prepare(Pass& pass) override {
@@ -73,7 +74,7 @@ class RingKv final : public Strategy {
   void queue(Pass& pass) override {
     pass.run.enter(Phase::attend);
     if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
-    // What ranks say comes into the receive buffer with their keys.
+    // The ranks' reports of the run arrive in the receive buffer with their keys.
     if (receive_buffer_) pass.compare_in(words_, layer_.comm.rank());
     pass.say_to(layer_.kernels);
     keys_.begin(pass);
@@ -85,7 +86,8 @@ class RingKv final : public Strategy {
   }
 
  private:
-  /// Attends to each block from the state of those before, and ends with the result.
+  /// Attends to each block starting from the state of the blocks before, and writes the result in
+  /// the last visit.
   class Forward final : public Visitor {
    public:
     Forward(const RingKv& ring, Pass& pass, const KeyBlock& own)
@@ -111,8 +113,8 @@ class RingKv final : public Strategy {
 
   int ranks() const { return layer_.comm.size(); }
 
-  /// Opens a receive buffer for the blocks where the GPUs reach each other, or they are not asked
-  /// to.
+  /// Opens a receive buffer for the blocks, if the GPUs reach each other and the options do not
+  /// rule it out.
   void open_receive_buffer() {
     if (ranks() == 1 || layer_.options.exchange == Exchange::gather) return;
     const int steps = ranks() - 1;
@@ -131,7 +133,7 @@ class RingKv final : public Strategy {
 
   int rank_at(int distance) const { return (layer_.comm.rank() + distance + ranks()) % ranks(); }
 
-  /// Finds what moves in this run. `copied`: the first block holds this rank's own keys.
+  /// Makes the route of this run. `copied`: the first block holds this rank's own keys.
   void make_route(const Run& run, bool copied) {
     Ring ring{.ranks = ranks(),
               .rank = layer_.comm.rank(),
@@ -143,8 +145,8 @@ class RingKv final : public Strategy {
         route_);
   }
 
-  /// Starts what moves in a step: keys, values, where listed keys stand, and, into a receive
-  /// buffer, what this rank says of the run.
+  /// Starts the transfers of a step: keys, values, positions of listed keys and, into a receive
+  /// buffer, this rank's report of the run.
   comm::Transfers start(const Run& run, const Move& step, const KeyBlock& own) const {
     const KeyBlock& to = block(step.slot);
     const int rank = layer_.comm.rank(), from = rank_at(-step.distance);
@@ -167,7 +169,7 @@ class RingKv final : public Strategy {
                                     names_[static_cast<std::size_t>(step.distance)].c_str());
   }
 
-  /// Makes the keys of a guest, which have come, those of the attention.
+  /// Points the attention at the received keys of a guest.
   void give(Pass& pass, const Step& step) const {
     const int rank = rank_at(-step.guest);
     const KeyBlock& keys = block(step.slot);
@@ -181,14 +183,14 @@ class RingKv final : public Strategy {
   Layer layer_;
   TravellingKeys keys_;
   std::vector<std::string> names_;  // of steps, by distance
-  Route route_;                     // of the run at hand
+  Route route_;                     // of the current run
   Underway underway_;
   std::optional<StateMemory> states_;  // one slot
-  std::vector<KeyBlock> blocks_;       // that keys come into
+  std::vector<KeyBlock> blocks_;       // that receive keys
   KeyBlock copy_;                      // of this rank's own keys
   std::shared_ptr<std::byte>
       receive_buffer_;              // of blocks and words; null: blocks are the layer's memory
-  std::uint64_t* words_ = nullptr;  // [ranks] what each rank says of the run
+  std::uint64_t* words_ = nullptr;  // [ranks] each rank's report of the run
   ExchangeInfo exchange_;
 };
 

@@ -1,13 +1,13 @@
-// The strategy ring-q: keys stay where they are, the rows of sharded queries travel to them, and
-// their states come back.
+// The strategy ring-q: keys do not travel. The rows of sharded queries travel to them, and their
+// states come back.
 //
 //     for s = 1 ... P - 1:  state = attend(rows of rank - s, my keys)   while those of rank - s - 1
-//     come, and the state of rank - s + 1 goes home
+//     arrive, and the state of rank - s + 1 goes home
 //     out = merge(every rank's state of my rows)
 //
 // Every rank sends its own rows, in step s to rank + s; rows that see no key of a rank do not
-// travel to it. A state waits in its keys' rank's slot for the one merge at the end, which is that
-// of gather-states: it does not depend on who was first.
+// travel to it. A state waits in the slot of its keys' rank for the one merge at the end, the same
+// as that of gather-states: it does not depend on the order of arrival.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -56,7 +56,7 @@ class RingQ final : public Strategy {
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
-  /// Two phases a step, and two around them.
+  /// Two phases per step, and two around them.
   int most_marks() const override { return 3 * ranks() + 4; }
 
   void prepare(Pass& pass) override {
@@ -64,7 +64,7 @@ class RingQ final : public Strategy {
     check(run);
     pass.keys_travel = ranks() > 1;
     std::int64_t rows =
-        pass.attend.tokens;  // of a slot: as many as the others take for this rank's
+        pass.attend.tokens;  // of a slot: what the other ranks use for this rank's rows
     if (ranks() > 1) rows = rows_.rows_of(run, rank());
     pass.attend.tokens = std::min(pass.attend.tokens, rows);
     states_->give(pass, rank(), rows);
@@ -88,7 +88,8 @@ class RingQ final : public Strategy {
   }
 
  private:
-  /// Makes states of guests, which go home, and of the rank's own rows, and merges these.
+  /// Computes states of guests, which return to their ranks, and of the rank's own rows, and merges
+  /// the latter.
   class Forward final : public Visitor {
    public:
     Forward(const RingQ& ring, const Pass& pass) : ring_(ring), pass_(pass) {}
@@ -117,7 +118,7 @@ class RingQ final : public Strategy {
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
   int rank() const { return layer_.comm.rank(); }
   int ranks() const { return layer_.comm.size(); }
-  /// Whose rows are here in step s, and where this rank's rows are.
+  /// The rank whose rows are here in step s, and the rank that has this rank's rows.
   int guest(int s) const { return (rank() - s + ranks()) % ranks(); }
   int host(int s) const { return (rank() + s) % ranks(); }
 
@@ -137,7 +138,7 @@ class RingQ final : public Strategy {
       refuse("ranges of query rows on a GPU");
   }
 
-  /// Finds whose rows go where.
+  /// Makes the route of the rows.
   void make_route(const Run& run) {
     make_ring(
         {.ranks = ranks(), .rank = rank(), .words_first = true, .goes_home = true},
@@ -151,7 +152,7 @@ class RingQ final : public Strategy {
     return starts_ + std::int64_t{rank} * (run.arrays.batch + 1);
   }
 
-  /// Finds where the sequences of each rank's rows begin.
+  /// Computes the starts of sequences in each rank's rows.
   void find_starts(Pass& pass) const {
     const Run& run = pass.run;
     if (run.arrays.query_start == nullptr) return;
@@ -164,8 +165,8 @@ class RingQ final : public Strategy {
     pass.merge.batch.query_start = starts_of(run, rank());
   }
 
-  /// This rank's rows as they are sent: where they lie, or, where that is less than the bound that
-  /// travels, in a copy.
+  /// This rank's rows for sending: in place, or in a copy if they are fewer than the bound that
+  /// travels.
   const void* own_rows(const Run& run) const {
     return run.args.q.shape[0] < rows_.rows_of(run, rank()) ? sent_ : run.args.q.data;
   }
@@ -180,7 +181,7 @@ class RingQ final : public Strategy {
                                     row_steps_[at(move.distance)].c_str());
   }
 
-  /// Sends the guest's states home, and brings this rank's own from where its rows were.
+  /// Sends the guest's states back, and receives this rank's own from the rank that had its rows.
   comm::Transfers start_states(const Pass& pass, const Move& move) const {
     const int s = ranks() - move.distance;
     const kernels::StateSlots& own = pass.attend.state;
@@ -214,8 +215,8 @@ class RingQ final : public Strategy {
     layer_.kernels.attend(p, kernels::StateEpilogue{}, run.stream, {}, between);
   }
 
-  /// Writes empty states of this rank's rows in the slots of ranks none of whose keys they see:
-  /// they attend to a share without keys. (The owner's own share would not do: a tile of rows may
+  /// Writes empty states of this rank's rows into the slots of ranks whose keys no row sees: they
+  /// attend to a share without keys. (The owner's own share would not work: a tile of rows may
   /// reach over keys that none of its rows sees.)
   void write_empty(const Pass& pass) const {
     constexpr std::int64_t kBeyondAnyLength = std::numeric_limits<std::int32_t>::max();
@@ -231,13 +232,13 @@ class RingQ final : public Strategy {
   Layer layer_;
   DealtRows rows_;
   std::vector<std::string> row_steps_, state_steps_;  // names of steps, by distance
-  Route route_;                                       // of the run at hand
+  Route route_;                                       // of the current run
   Underway underway_;
   std::optional<StateMemory> states_;     // [ranks] slots of this rank's rows
   std::int32_t* starts_ = nullptr;        // [ranks, batch + 1]
   std::byte* sent_ = nullptr;             // on GPUs: this rank's rows, up to a bound
-  std::array<std::byte*, 2> leaving_{};   // a slot of a guest's rows each
-  std::array<std::byte*, 2> visiting_{};  // a guest's rows each
+  std::array<std::byte*, 2> leaving_{};   // slots of a guest's rows
+  std::array<std::byte*, 2> visiting_{};  // a guest's rows
 };
 
 std::string refusal(const Options& options, int ranks) {
@@ -251,8 +252,8 @@ std::string refusal(const Options& options, int ranks) {
   return "";
 }
 
-/// Counts the slots of this rank's rows, and two of guests with their rows. Where all rows see keys
-/// of all ranks everything travels; a mask leaves some of it out.
+/// Counts the slots of this rank's rows, and two of guests with their rows. If all rows see keys of
+/// all ranks, everything travels; a mask reduces that.
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double slot = state_slot_bytes(options, rows, options.heads);

@@ -1,9 +1,9 @@
-// The strategy scatter-states: keys stay where they are, and every rank gets the states of its own
-// part of the result alone, some rows or some heads.
+// The strategy scatter-states: keys do not travel, and every rank gets only the states of its own
+// part of the result, some rows or some heads.
 //
 //     queries (all ranks')  ->  state over my keys  ->  each rank's part of it  ->  one merge
 //
-// States merge in the order of gather-states, so the bits are the same. Where every rank gets the
+// States merge in the order of gather-states, so the bits are the same. If every rank gets the
 // whole result, the finished rows are gathered.
 #include <fmt/format.h>
 
@@ -55,7 +55,7 @@ class ScatterStates final : public Strategy {
     if (alone()) return;
     pass.merge.states = {arriving_, most_states(pass), bounds.value_dim, comm().size()};
     pass.merge.rows_are_same = true;
-    pass.merge.state_heads = pass.merge.first_head = 0;  // only the rank's own heads come
+    pass.merge.state_heads = pass.merge.first_head = 0;  // only the rank's own heads arrive
   }
 
   void queue(Pass& pass) override {
@@ -76,7 +76,7 @@ class ScatterStates final : public Strategy {
 
     run.enter(Phase::merge);
     if (!gathers_result()) return kernels.merge(pass.merge, run.stream);
-    kernels::MergeParams own = pass.merge;  // into this rank's slot, and then to everybody
+    kernels::MergeParams own = pass.merge;  // into this rank's slot, then sent to all ranks
     const FinishedSlot slot = slot_of(share(pass.attend.tokens));
     std::byte* const mine = finished_ + comm().rank() * slot.bytes();
     own.tokens = slot.rows;
@@ -97,13 +97,13 @@ class ScatterStates final : public Strategy {
   comm::Transport& comm() const { return layer_.comm; }
   bool alone() const { return comm().size() == 1; }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
-  /// Whether every rank gets rows that others finish.
+  /// Whether every rank receives rows that others finish.
   bool gathers_result() const { return !alone() && !rows_.are_dealt() && !by_heads(); }
   std::int64_t share(std::int64_t tokens) const {
     return (tokens + comm().size() - 1) / comm().size();
   }
   std::int64_t most_heads() const { return share(layer_.bounds.heads); }
-  /// The states of a rank's part of a run, at most.
+  /// The most states of a rank's part of a run.
   std::int64_t most_states(const Pass& pass) const {
     const std::int64_t heads = layer_.bounds.heads;
     return rows_.are_dealt() ? rows_.capacity(pass.run) * heads
@@ -115,8 +115,8 @@ class ScatterStates final : public Strategy {
                                    kernels::StateSlots::bytes(rows, layer_.bounds.value_dim)));
   }
 
-  /// Brings each rank the states of its part. Where all get the whole result, rows are dealt out
-  /// like cards.
+  /// Sends each rank the states of its part. If all get the whole result, rows are distributed
+  /// round robin.
   void scatter(const Pass& pass) const {
     const Run& run = pass.run;
     const kernels::AttendParams& attend = pass.attend;
@@ -144,7 +144,7 @@ class ScatterStates final : public Strategy {
                       run.stream, "exchange of states", pass.said);
   }
 
-  /// Brings the finished rows of all ranks here, and puts them where they belong.
+  /// Receives the finished rows of all ranks, and copies them to their places.
   void gather_result(const Pass& pass, const FinishedSlot& slot, std::byte* mine) const {
     comm().all_gather(mine, finished_, static_cast<std::size_t>(slot.bytes()), pass.run.stream,
                       "gather of results");
@@ -162,7 +162,7 @@ class ScatterStates final : public Strategy {
   std::optional<StateMemory> states_;  // one slot of all rows
   std::byte* leaving_ = nullptr;       // [ranks] slots, each rank's part of this rank's states
   std::byte* arriving_ = nullptr;      // [ranks] slots, every rank's states of this rank's part
-  std::int64_t* even_map_ = nullptr;   // [ranks, share of the rows], where all get the whole result
+  std::int64_t* even_map_ = nullptr;   // [ranks, share of the rows], if all get the whole result
   std::byte* finished_ = nullptr;      // [ranks] Slot
 };
 

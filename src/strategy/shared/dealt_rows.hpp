@@ -1,8 +1,8 @@
-// Query rows that ranks share, as every rank sees all of them: which rank has which, in a map, and
-// the rows themselves, gathered and brought into the order of the whole q. Strategies that attend
-// with all rows have this in common.
+// Query rows that are distributed over ranks and used on all of them: a map of which rank has
+// which, and the rows themselves, gathered and brought into the order of the whole q. Strategies
+// that attend with all rows share this.
 //
-//     my rows  ->  [ranks, capacity] rows, as they come  ->  [tokens] rows, in order
+//     my rows  ->  [ranks, capacity] rows, as received  ->  [tokens] rows, in order
 #pragma once
 
 #include "src/strategy/shared/node_ranks.hpp"
@@ -10,21 +10,20 @@
 
 namespace longspan {
 
-/// The most rows of the result that one rank has to do with, where the work is shared by rows: of a
-/// whole result an even share. Of a rule it knows the number; a table may give all rows to one
-/// rank.
+/// The most rows of the result that one rank handles, if the work is shared by rows: of a whole
+/// result an even share. For a rule it knows the number; a table may give all rows to one rank.
 double most_result_rows(const Options& options, int ranks, const RunSize& size);
 
 class DealtRows {
  public:
-  /// What is dealt out: the rows of sharded queries, which are gathered; or, of replicated ones,
-  /// the rows of the result (Options::results), or nothing.
+  /// The distributed rows: the rows of sharded queries, which are gathered; with replicated
+  /// queries, the rows of the result (Options::results), or none.
   explicit DealtRows(const Layer& layer) : DealtRows(layer, NodeRanks::all(layer.comm.size())) {}
-  /// The same, with a map of a node's rows alone, for who has make_map and brings rows here by
-  /// itself.
+  /// The same, with a map of only a node's rows, for strategies that call make_map and gather rows
+  /// by other means.
   DealtRows(const Layer& layer, const NodeRanks& mapped) : layer_(layer), mapped_(mapped) {}
 
-  /// Takes memory for the map alone.
+  /// Takes memory for the map only.
   void lay_out_map(Parts& memory);
   /// Queues the map.
   void make_map(const Pass& pass) const;
@@ -37,24 +36,24 @@ class DealtRows {
   std::int64_t most_tokens() const {
     return layer_.options.limits.max_tokens * (are_gathered() ? layer_.comm.size() : 1);
   }
-  /// The most rows of one rank, in any run of the layer.
+  /// The most rows of one rank in any run of the layer.
   std::int64_t most_capacity() const;
-  /// The rows that rank `rank` has in a run, as far as every rank knows it: on a GPU a bound for
-  /// batches, whose lengths lie there, and always for listed rows.
+  /// The rows that rank `rank` has in a run, as far as every rank knows: on a GPU a bound for
+  /// batches, whose lengths are in GPU memory, and always a bound for listed rows.
   std::int64_t rows_of(const Run& run, int rank) const;
-  /// The rows that the node of this rank has, known likewise.
+  /// The same for the rows of this rank's node.
   std::int64_t rows_of_node(const Run& run) const;
-  /// The most that any rank has, known likewise.
+  /// The same for the most rows of any rank.
   std::int64_t capacity(const Run& run) const;
 
   void lay_out(Parts& memory);
   /// Points the attention of a pass at all rows, once they are gathered.
   void prepare(Pass& pass) const;
-  /// Queues the map, and where queries are sharded brings every rank's rows here.
+  /// Queues the map and, with sharded queries, gathers every rank's rows.
   void gather(const Pass& pass) const;
 
-  /// [ranks, capacity] the row of the whole q of each rank's rows, or of the part of it that a node
-  /// has; -1 past its last.
+  /// [ranks, capacity] the index of each rank's rows in the whole q, or in a node's part of it; -1
+  /// past its last.
   const std::int64_t* map() const { return map_; }
   /// [capacity] this rank's part of the map.
   const std::int64_t* own_map(const Run& run) const {

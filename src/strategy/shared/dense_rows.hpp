@@ -1,4 +1,4 @@
-// Tensors of which blocks of some rows and some heads are moved.
+// Tensors from which blocks of some rows and some heads are copied.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Finished rows with their lse as they travel between ranks: a slot for each rank or sender, of
+// Finished rows with their lse as they travel between ranks: a slot for each rank or sender, with
 // rows [rows, heads, value_dim] and then their lse [rows, heads].
 #pragma once
 
@@ -22,7 +22,7 @@ struct FinishedSlot {
     return {reinterpret_cast<float*>(slot + lse_at()), heads, 1};
   }
 
-  /// Describes the way of the rows in `slots` equal slots to another place, which the caller gives.
+  /// Describes the copy of the rows in `slots` equal slots; the caller adds the destination.
   kernels::PackOutputsParams take_from(std::byte* first, int slots) const {
     const auto size = static_cast<std::int64_t>(size_of(dtype));
     const auto apart = static_cast<std::uint32_t>(slots > 1 ? rows : 0);

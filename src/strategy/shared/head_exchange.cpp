@@ -14,7 +14,7 @@ using kernels::PackOutputsParams;
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
-/// Rows of some heads: `from` has them from its head `first` on.
+/// Rows of some heads: those of `from`, starting at its head `first`.
 kernels::TokenRows heads_from(kernels::TokenRows from, int first, DType dtype) {
   from.data = static_cast<std::byte*>(from.data) +
               first * from.head_stride * static_cast<std::int64_t>(size_of(dtype));
@@ -63,7 +63,7 @@ void HeadExchange::lay_out(Parts& memory) {
                                       key_slot(keys_.block_rows(), 0),
                                       key_slot(keys_.block_rows(), 1), most_finished_bytes()});
   leaving_ = memory.take(at(peers() * slot));
-  // Finished rows have left by way of leaving_ before any arrive.
+  // Finished rows have all left leaving_ before any arrive.
   const std::int64_t rows = rows_.are_dealt() ? finished(own.tokens, comm_.rank()).bytes() : 0;
   arriving_ = finished_ = memory.take(at(std::max(peers() * slot, rows)));
   if (ordered_.k == nullptr) lay_out_whole(memory);
@@ -101,7 +101,7 @@ KeyBlock HeadExchange::ready_keys(Pass& pass) const {
   return keys_.own_keys(pass.run, copied_);
 }
 
-/// Each part by an exchange of its own.
+/// Each part has its own exchange.
 class HeadExchange::Forward final : public Visitor {
  public:
   Forward(const HeadExchange& exchange, Pass& pass, const std::function<void()>& attend)
@@ -149,7 +149,7 @@ void HeadExchange::take_back(const Pass& pass, const kernels::MergeParams& asked
     gather_heads(pass, asked);
 }
 
-/// Makes the attention that of this rank's heads, once their rows and keys are here.
+/// Points the attention at this rank's heads, once their rows and keys have arrived.
 void HeadExchange::make_own(Pass& pass) const {
   attend_to(pass, share_);
   if (ranks_.nodes > 1) take_rows_of_node(pass);
@@ -179,7 +179,7 @@ std::int64_t HeadExchange::most_finished_bytes() const {
   return finished_slot(rows_.are_dealt() ? rows_.most_capacity() : own_layer_.bounds.tokens);
 }
 
-/// Sends the rows of `from` to every rank, to each those of its heads (share.*range).
+/// Packs the rows of `from` for every rank: to each those of its heads (share.*range).
 void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows,
                               int dim, DType dtype, HeadRange HeadShare::*range,
                               std::int64_t slot) const {
@@ -196,7 +196,8 @@ void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, st
   }
 }
 
-/// Brings all rows of this rank's heads, in the order of the whole q, or of the node's part of it.
+/// Receives all rows of this rank's heads, in the order of the whole q, or of the node's part of
+/// it.
 void HeadExchange::exchange_queries(const Pass& pass) const {
   const Run& run = pass.run;
   const int dim = layer_.bounds.head_dim, heads = own_layer_.bounds.heads;
@@ -217,15 +218,15 @@ void HeadExchange::exchange_queries(const Pass& pass) const {
   layer_.kernels.pack_outputs(place, run.stream);
 }
 
-/// Finds where sequences start in the keys of every rank, and in all of them.
+/// Computes where sequences start in the keys of every rank, and in all of them.
 void HeadExchange::find_starts(const Run& run) const {
   for (int p = 0; p < peers(); ++p)
     own_keys_.find_starts(run, ranks_.first + p, {.start = starts_of(p)});
   own_keys_.find_whole_starts(run, ordered_, part_of_node(run.arrays.keys, ranks_));
 }
 
-/// Brings all keys (i = 0), or values, of this rank's kv heads, in the order of whole sequences, or
-/// of the node's part of them.
+/// Receives all keys (i = 0), or values, of this rank's kv heads, in the order of whole sequences,
+/// or of the node's part of them.
 void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) const {
   const Run& run = pass.run;
   std::int64_t most = 0;
@@ -274,8 +275,7 @@ void HeadExchange::attend_to(Pass& pass, const HeadShare& some) const {
   pass.merge.batch = p.batch;
 }
 
-/// Makes of an attention with all rows one with those that the node has of them, of which the
-/// result is made too.
+/// Reduces an attention with all rows to the node's rows, and the result with it.
 void HeadExchange::take_rows_of_node(Pass& pass) const {
   if (!rows_.are_dealt()) return;
   const Run& run = pass.run;
@@ -290,8 +290,8 @@ void HeadExchange::take_rows_of_node(Pass& pass) const {
   std::swap(p.batch.query_start, p.batch.whole_query_start);
 }
 
-/// Lets the attention write its rows where they travel from. What ranks say of the run is compared
-/// ahead of the result, so that the attention may end in finished rows.
+/// Makes the attention write its rows directly into the send buffer. The ranks' reports of the run
+/// are compared before the result, so the attention may end in finished rows.
 void HeadExchange::point_at_finished(Pass& pass) const {
   const FinishedSlot slot = finished(pass.merge.tokens, comm_.rank());
   std::byte* const to =
@@ -301,7 +301,7 @@ void HeadExchange::point_at_finished(Pass& pass) const {
   pass.merge.lse = slot.lse(to);
 }
 
-/// Takes the finished rows to the ranks whose they are, and puts what comes side by side.
+/// Sends the finished rows to their owners, and puts the received ones side by side.
 void HeadExchange::return_rows(const Pass& pass, const kernels::MergeParams& asked) const {
   const Run& run = pass.run;
   const std::int64_t most = rows_.capacity(run), bytes = finished_slot(most);
@@ -328,7 +328,7 @@ void HeadExchange::return_rows(const Pass& pass, const kernels::MergeParams& ask
   }
 }
 
-/// Brings the finished rows of all ranks' heads here.
+/// Gathers the finished rows of all ranks' heads.
 void HeadExchange::gather_heads(const Pass& pass, const kernels::MergeParams& asked) const {
   const Run& run = pass.run;
   const std::int64_t rows = pass.merge.tokens, bytes = finished_slot(rows);
@@ -341,7 +341,7 @@ void HeadExchange::gather_heads(const Pass& pass, const kernels::MergeParams& as
   }
 }
 
-/// Puts rows of the heads of a rank into the result.
+/// Copies rows of the heads of a rank into the result.
 void HeadExchange::put(PackOutputsParams place, int peer, const kernels::MergeParams& asked,
                        Stream stream) const {
   const int first = share_of(peer).query.begin;
@@ -359,7 +359,7 @@ std::string refuse_head_exchange(const Options& o, int ranks) {
   return refuse_travelling_keys(o, ranks);
 }
 
-/// Counts, for the most heads of a rank: slots of one size for what leaves and arrives, rows of all
+/// Counts, for the most heads of a rank: slots of one size for sent and received rows, rows of all
 /// ranks, their keys in order, and this rank's keys, which are copied from pages.
 RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
   const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);

@@ -1,11 +1,11 @@
-// The exchange by which ranks share work by heads: all ranks of a layer, or those of a node.
+// The exchange with which ranks share work by heads: all ranks of a layer, or those of a node.
 //
 //     my rows of q, k, v, all heads  ->  all rows, my heads  ->  an attention  ->  my rows, all
 //     heads
 //
-// Three all-to-alls bring queries, keys and values, and one takes finished rows back. Replicated
-// queries need not travel: then results by heads are there at once, and whole ones are gathered.
-// Where the ranks are those of a node, "all rows" are those that the node has.
+// Three all-to-alls bring queries, keys and values, and one returns finished rows. Replicated
+// queries need not travel: results by heads are then complete at once, and whole results are
+// gathered. If the ranks are those of a node, "all rows" are those that the node has.
 #pragma once
 
 #include <functional>
@@ -27,40 +27,39 @@ class HeadExchange {
   /// Among `ranks` of the layer, which `comm` connects.
   HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Transport& comm);
 
-  /// The most rows that its attention has of the queries, and keys of a sequence.
+  /// The most query rows of its attention, and the most keys of a sequence.
   std::int64_t most_tokens() const { return own_layer_.bounds.tokens; }
   /// The heads of this rank.
   const HeadShare& share() const { return share_; }
 
-  /// Takes memory for whole sequences of the most heads that any rank has: it is laid out alike on
-  /// all ranks, for who has them put rows into each other's.
+  /// Takes memory for whole sequences of the most heads of any rank. The layout is the same on all
+  /// ranks, so that ranks can put rows into each other's memory.
   void lay_out_whole(Parts& memory);
-  /// Takes the rest, and that too where it has not been laid out.
+  /// Takes the remaining memory, and that for whole sequences if it has not been laid out.
   void lay_out(Parts& memory);
 
-  /// Describes the run to what checks it, as one of all rows. Throws Unsupported and InputError, on
+  /// Describes the run to its checks, as one of all rows. Throws Unsupported and InputError, on
   /// every rank, for a run that cannot be shared by heads.
   void prepare(Pass& pass, const char* strategy) const;
 
-  /// Queues a run: brings rows and keys here, makes the attention that of this rank's heads, calls
-  /// attend(), and takes finished rows to the ranks whose they are. attend() ends in the result
-  /// that the pass asks for then: where finished rows leave from, unless the rank gets these heads
-  /// alone.
+  /// Queues a run: receives rows and keys, points the attention at this rank's heads, calls
+  /// attend(), and sends finished rows to their owners. attend() must end in the result that the
+  /// pass then asks for: rows in the send buffer, unless the rank gets only these heads.
   void queue(Pass& pass, const std::function<void()>& attend);
 
-  // The same by parts, for who brings rows and keys here in another way (head_puts.hpp).
+  // The parts of queue(), for strategies that bring rows and keys by other means (head_puts.hpp).
 
-  /// Queues the write of new keys, and a copy of this rank's keys where they cannot be sent from
-  /// where they lie. Returns them, of all kv heads.
+  /// Queues the write of new keys, and a copy of this rank's keys if they cannot be sent in place.
+  /// Returns them, with all kv heads.
   KeyBlock ready_keys(Pass& pass) const;
-  /// Makes the attention that of some of this rank's heads over whole sequences.
+  /// Points the attention at some of this rank's heads over whole sequences.
   void attend_to(Pass& pass, const HeadShare& heads) const;
   /// Whole sequences of this rank's heads, [tokens, own heads, head_dim] and so on.
   std::byte* whole_queries() const { return queries_; }
   const KeyBlock& whole_keys() const { return ordered_; }
-  /// Room for the finished rows of all of them.
+  /// Memory for the finished rows of all of them.
   std::byte* finished_rows() const { return finished_; }
-  /// Finished rows of the heads of one rank; slots are for the most heads.
+  /// Finished rows of the heads of one rank; slots have the size for the most heads.
   FinishedSlot finished(std::int64_t rows, int peer) const;
   HeadShare share_of(int peer) const {
     return head_share(layer_.bounds.heads, layer_.bounds.kv_heads, peer, peers());
@@ -80,7 +79,7 @@ class HeadExchange {
     return static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
   }
 
-  // Bytes from one rank to one rank: equal ones, for the most heads.
+  // Bytes from one rank to another: equal ones, for the most heads.
   std::int64_t query_slot(std::int64_t rows) const;
   std::int64_t key_slot(std::int64_t rows, int i) const;
   std::int64_t finished_slot(std::int64_t rows) const;
@@ -109,23 +108,23 @@ class HeadExchange {
   HeadShare share_;
   MostHeads most_;
   DealtRows rows_;
-  Layer own_layer_;                 // as the attention of this rank's heads sees it
-  TravellingKeys keys_, own_keys_;  // of all kv heads; of this rank's
+  Layer own_layer_;                 // the layer as the attention of this rank's heads sees it
+  TravellingKeys keys_, own_keys_;  // with all kv heads; with this rank's
   std::byte* leaving_ = nullptr;    // [peers] slots of rows, or finished rows
-  std::byte* arriving_ = nullptr;   // likewise
+  std::byte* arriving_ = nullptr;   // [peers] slots of rows, or finished rows
   std::byte* queries_ = nullptr;    // [tokens, own heads, head_dim], with sharded queries
   std::byte* finished_ = nullptr;   // FinishedSlot of all rows, in the memory of arriving_
-  KeyBlock copied_;                 // this rank's keys, all kv heads, where they must be copied
+  KeyBlock copied_;                 // this rank's keys, all kv heads, if they must be copied
   std::int64_t* starts_ = nullptr;  // [peers, batch] first row of each sequence of a rank's keys
   Route route_;
   Underway underway_;
   KeyBlock ordered_;  // whole sequences, or a node's part of them, own kv heads
 };
 
-/// Why so many ranks cannot share the work of such a layer by heads; empty where they can.
+/// Why `ranks` ranks cannot share the work of such a layer by heads; empty if they can.
 std::string refuse_head_exchange(const Options& options, int ranks);
 
-/// What the exchange costs among `ranks`, of which `size` says how much they have together.
+/// The cost of the exchange among `ranks`; `size` is what they have together.
 RunCost head_exchange_cost(const Options& options, int ranks, const RunSize& size);
 
 }  // namespace longspan

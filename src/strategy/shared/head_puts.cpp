@@ -17,19 +17,19 @@ using kernels::RowPuts;
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
 
-/// Of all heads of a rank's rows, which have so many bytes.
+/// Pieces of all heads of a rank's rows, which have `bytes` bytes.
 HeadPieces pieces_of_heads(int heads, int kv_heads, int ranks, double bytes) {
   return {most_heads(heads, kv_heads, ranks).query, heads / kv_heads, pieces_of_bytes(bytes),
           false};
 }
 
-/// A rank's rows of one tensor, and where whole sequences of some heads of it are.
+/// A rank's rows of one tensor, and the location of some of its heads in whole sequences.
 struct Travelling {
   DenseRows own;
   std::byte* whole;
   HeadRange HeadShare::*range;
 
-  /// The copy of rows of the heads of a share to the rank that has it.
+  /// The copy of rows to the rank that has the heads of a share.
   StridedCopy copy(const Stretch& rows, const HeadShare& share) const {
     const HeadRange heads = share.*range;
     return block(own, rows.first, heads.begin, {whole, heads.size(), own.head_bytes}, rows.position,
@@ -59,7 +59,8 @@ Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run
 
 }  // namespace
 
-/// Which rank has which rows and keys, where this rank's own are, and in how many pieces they go.
+/// The rows and keys of each rank, the location of this rank's own, and the number of pieces in
+/// which they travel.
 struct HeadPuts::Way {
   StretchesOfRanks rows, keys;
   std::int64_t tokens, length;  // of the sequence: rows, and keys
@@ -102,7 +103,7 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
       std::int64_t{all.kv_heads} * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
   auto rows = stretches_of_ranks(arrays.queries, ranks(), arrays.queries.length);
   auto keys = stretches_of_ranks(arrays.keys, ranks(), arrays.keys.length);
-  // Rows that a rank has no room for are refused there, and must not be put either.
+  // Such a rank refuses rows that it has no memory for, so they must not be put either.
   if (!rows || !keys || most_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
   const std::int64_t sent = most_rows(*rows) * row_bytes + most_rows(*keys) * key_bytes;
   return Way{*std::move(rows), *std::move(keys), arrays.queries.length, arrays.keys.length,
@@ -110,7 +111,7 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
 }
 
 /// A kernel puts rows and keys, and the attention waits for them on the GPU. It stores finished
-/// rows where they belong if it can; else they go home when all are finished.
+/// rows in their final place if it can; otherwise they travel home when all are finished.
 class HeadPuts::Forward final : public Visitor {
  public:
   Forward(const HeadPuts& heads, const Pass& pass, const Way& way, RowPuts& puts,
@@ -133,7 +134,7 @@ class HeadPuts::Forward final : public Visitor {
   }
 
  private:
-  void send_home() {  // an exchange of its own, which no rank begins after an abort
+  void send_home() {  // a separate exchange, which no rank begins after an abort
     puts_.among = heads_.puts_.begin(pass_.run, "exchange of results by heads");
     heads_.take_back(pass_.run, way_);
   }
@@ -174,7 +175,7 @@ bool HeadPuts::queue(Pass& pass) {
   return true;
 }
 
-/// What the attention waits for, but for the counters. Own keys are read where they lie.
+/// The arrivals that the attention waits for, without the counters. Own keys are read in place.
 KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
   KeyArrivals arrivals;
   arrivals.behind_puts = true;
@@ -192,7 +193,8 @@ KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
   return arrivals;
 }
 
-/// Where finished rows of this rank's heads end: at their owners, [rows, heads, value_dim].
+/// The destinations of finished rows of this rank's heads: at their owners, [rows, heads,
+/// value_dim].
 RowPlaces HeadPuts::places_of(const Way& way) const {
   static_assert(PeerView::kMostRanks * kMostStretches <= RowPlaces::kMostStretches);
   const int heads = layer_.bounds.heads, first_head = exchange_.share().query.begin;
@@ -211,7 +213,7 @@ RowPlaces HeadPuts::places_of(const Way& way) const {
   return places;
 }
 
-/// The attention stores its rows where places_of says, and compares what ranks say of the run, as
+/// The attention stores its rows to places_of, and compares the ranks' reports of the run, as
 /// put_result does.
 void HeadPuts::end_in_place(Pass& pass) const {
   const std::int64_t dim = layer_.bounds.value_dim;
@@ -219,8 +221,8 @@ void HeadPuts::end_in_place(Pass& pass) const {
   pass.merge.lse = {reinterpret_cast<float*>(lse_), 1, 0};
 }
 
-/// The attention stores its rows where they leave from when all are finished, [tokens, own heads,
-/// value_dim], and their lse [own heads, tokens].
+/// The attention stores its rows in the send buffer, [tokens, own heads, value_dim], and their lse
+/// [own heads, tokens], which are sent when all are finished.
 void HeadPuts::end_where_rows_leave(Pass& pass, const Way& way) const {
   const FinishedSlot slot = exchange_.finished(way.tokens, rank());
   std::byte* const rows = exchange_.finished_rows();
@@ -229,8 +231,8 @@ void HeadPuts::end_where_rows_leave(Pass& pass, const Way& way) const {
   pass.merge.lse = {reinterpret_cast<float*>(rows + slot.lse_at()), 1, way.tokens};
 }
 
-/// What this rank puts: to every rank the rows and keys of its heads; of its own keys, where its
-/// attention reads them where they lie (`begins`), only the ends of their stretches.
+/// The puts of this rank: to every rank the rows and keys of its heads. For its own keys, if its
+/// attention reads them in place (`begins`), it puts only the ends of their stretches.
 RowPuts HeadPuts::puts_of(const Way& way, bool begins) const {
   RowPuts puts;
   puts.pieces = way.heads.count;
@@ -260,7 +262,7 @@ RowPuts HeadPuts::puts_of(const Way& way, bool begins) const {
   return puts;
 }
 
-/// The bytes of rows and keys that come here.
+/// The bytes of received rows and keys.
 std::size_t HeadPuts::received(const Way& way) const {
   const HeadShare& share = exchange_.share();
   const std::int64_t others_rows = way.tokens - way.rows_of(rank()),
@@ -269,7 +271,7 @@ std::size_t HeadPuts::received(const Way& way) const {
             others_keys * (way.own.k.row_bytes(share) + way.own.v.row_bytes(share)));
 }
 
-/// The bytes of finished rows that come here.
+/// The bytes of received finished rows.
 std::size_t HeadPuts::received_results(const Way& way) const {
   const std::int64_t heads = layer_.bounds.heads - exchange_.share().query.size();
   const std::int64_t row_bytes =
@@ -278,7 +280,7 @@ std::size_t HeadPuts::received_results(const Way& way) const {
   return at(way.rows_of(rank()) * heads * row_bytes);
 }
 
-/// Puts the finished rows of all heads to their owners, this rank's own too.
+/// Puts the finished rows of all heads to their owners, including this rank.
 void HeadPuts::take_back(const Run& run, const Way& way) const {
   const HeadShare& share = exchange_.share();
   const FinishedSlot slot = exchange_.finished(way.tokens, rank());
@@ -303,7 +305,7 @@ void HeadPuts::take_back(const Run& run, const Way& way) const {
   layer_.kernels.copy_rows(copies, run.stream);
 }
 
-/// Copies finished rows, once all have come, into the result.
+/// Copies finished rows into the result, once all have arrived.
 void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergeParams& asked,
                           const PutRanks& putters) const {
   kernels::PackOutputsParams place;
@@ -320,8 +322,8 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
   layer_.kernels.pack_outputs(place, run.stream);
 }
 
-/// The attention waits for the first heads; the exchange of the others goes on beside it, and so
-/// does that of the finished rows.
+/// The attention waits for the first heads; the exchange of the others, and of the finished rows,
+/// overlaps it.
 RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   RunCost cost = head_exchange_cost(options, ranks, size);
   const double row = 1.0 * options.heads * options.head_dim * size_of(options.dtypes.of_query());

@@ -3,15 +3,15 @@
 //     a few multiprocessors   the first heads go    the next    ...
 //     attention               ..............................  its rows end at their owners
 //
-// A rank puts its rows of queries, keys and values straight to where the heads' rank attends to
-// them in whole sequences: nothing is packed. One attention with all of the rank's heads begins
-// with those that are there, and waits on the GPU for what it reads next (kernels::KeyArrivals). It
-// stores finished rows where their owners have them, and one copy there makes the result. Where the
-// kernel of a run cannot wait, or store rows at other ranks, the run waits for all heads first, and
-// puts rows back when all are finished; what ranks say to each other is the same.
+// A rank puts its rows of queries, keys and values directly into the whole sequences of the rank
+// that has the heads: nothing is packed. One attention with all of the rank's heads begins with
+// those that have arrived, and waits on the GPU for what it reads next (kernels::KeyArrivals). It
+// stores finished rows in the memory of their owners, and one copy there makes the result. If the
+// kernel of a run cannot wait, or cannot store rows on other ranks, the run waits for all heads
+// first, and puts rows back when all are finished; the communication between ranks stays the same.
 //
-// Each of P ranks gets 1 / P of the heads, as with HeadExchange, which moves what this does not
-// take.
+// Each of P ranks gets 1 / P of the heads, as with HeadExchange, which handles the runs that this
+// does not.
 #pragma once
 
 #include <cstdint>
@@ -26,16 +26,16 @@ namespace longspan {
 
 class HeadPuts {
  public:
-  /// Opens the receive buffers, where the options do not ask for another way and there can be some.
-  /// It is collective, and takes `exchange`'s memory for whole sequences into them.
+  /// Opens the receive buffers, if the options do not choose another way and they are possible.
+  /// Collective; they include `exchange`'s memory for whole sequences.
   HeadPuts(const Layer& layer, HeadExchange& exchange);
 
   bool is_open() const { return puts_.is_open(); }
   const ExchangeInfo& exchange() const { return puts_.info(); }
 
-  /// Queues a run that `exchange` has prepared, result and all; or nothing, and returns false,
-  /// where it is none of those that this takes: of one sequence, whose length the host knows, and
-  /// of which every rank has a few stretches of neighbouring rows and keys. All ranks do alike.
+  /// Queues a run that `exchange` has prepared, with its result. Returns false, and queues nothing,
+  /// for other runs than these: one sequence, whose length the host knows, of which every rank has
+  /// a few stretches of neighbouring rows and keys. All ranks decide alike.
   bool queue(Pass& pass);
 
  private:
@@ -61,13 +61,13 @@ class HeadPuts {
   Layer layer_;
   HeadExchange& exchange_;
   PutExchange puts_;
-  Route route_;  // of the run at hand
+  Route route_;  // of the current run
   Underway underway_;
-  std::byte* rows_ = nullptr;  // [own rows, heads, value_dim] finished rows, as they come
+  std::byte* rows_ = nullptr;  // [own rows, heads, value_dim] finished rows, as received
   std::byte* lse_ = nullptr;   // [heads, own rows] of them
 };
 
-/// What this costs, and HeadExchange where it does not serve.
+/// The cost of this, and of HeadExchange for runs that this does not support.
 RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size);
 
 }  // namespace longspan

@@ -1,5 +1,5 @@
-// Which heads each rank attends with, where ranks share the work by heads: some query heads, and
-// the kv heads that these read; and the pieces in which heads come to a rank.
+// The heads with which each rank attends, if ranks share the work by heads: some query heads, and
+// the kv heads that these read; and the pieces in which heads arrive.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 namespace longspan {
 
-/// A rank's heads. The groups are even on the rank too: each of its kv heads has as many of its
-/// query heads.
+/// A rank's heads. The groups are even on the rank too: each of its kv heads has the same number of
+/// its query heads.
 struct HeadShare {
   HeadRange query;
   HeadRange kv;
 };
 
-/// Deals out `heads` of at least as many as there are ranks. Where there are kv heads enough, each
-/// rank gets whole groups; else the ranks are dealt out to the kv heads, and those of one kv head
-/// share its group and have a copy of it each. Either is as even as it can be.
+/// Distributes `heads`, at least as many as ranks. With enough kv heads, each rank gets whole
+/// groups. Otherwise the ranks are distributed over the kv heads; the ranks of one kv head share
+/// its group, and each has a copy of it. Either is as even as possible.
 constexpr HeadShare head_share(int heads, int kv_heads, int rank, int ranks) {
   const int group = heads / kv_heads;
   if (kv_heads >= ranks) {
@@ -46,14 +46,14 @@ constexpr MostHeads most_heads(int heads, int kv_heads, int ranks) {
   return most;
 }
 
-/// The pieces in which a rank's heads come to it, one after the other.
+/// The pieces in which a rank's heads arrive, one after another.
 struct HeadPieces {
   int group;  // query heads that read one kv head
   int size;   // query heads in a piece
-  int count;  // of the rank that gets most
+  int count;  // of the rank that gets the most
 
-  /// Divides up to `most` query heads of a rank into at most `pieces`, of whole groups or of equal
-  /// parts of one; `whole_groups` leaves groups together.
+  /// Divides up to `most` query heads of a rank into at most `pieces` pieces, of whole groups or of
+  /// equal parts of one; `whole_groups` keeps groups together.
   constexpr HeadPieces(int most, int of_group, int pieces, bool whole_groups) : group(of_group) {
     size = static_cast<int>(divided_up(most, pieces));
     if (whole_groups || size > group) size = static_cast<int>(divided_up(size, group)) * group;
@@ -61,8 +61,8 @@ struct HeadPieces {
     count = static_cast<int>(divided_up(most, size));
   }
 
-  /// The heads of a share that come in the piece: some query heads, and the kv heads that these are
-  /// the first to read.
+  /// The heads of a share that arrive in the piece: some query heads, and the kv heads that these
+  /// are the first to read.
   constexpr HeadShare of(const HeadShare& share, int piece) const {
     const HeadRange query{std::min(share.query.begin + piece * size, share.query.end),
                           std::min(share.query.begin + (piece + 1) * size, share.query.end)};
@@ -73,7 +73,7 @@ struct HeadPieces {
   }
 };
 
-/// Whether every rank attends with the heads that results by heads give it.
+/// Whether every rank attends with the same heads that results by heads give it.
 constexpr bool are_result_heads(int heads, int kv_heads, int ranks) {
   for (int rank = 0; rank < ranks; ++rank)
     if (head_share(heads, kv_heads, rank, ranks).query.end != result_heads(heads, rank, ranks).end)

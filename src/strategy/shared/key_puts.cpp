@@ -14,14 +14,14 @@ using kernels::RowPuts;
 
 namespace {
 
-/// Whether some key of a stretch is among those of an interval of the sequence.
+/// Whether an interval of the sequence has a key of the stretch.
 bool meets(const Stretch& one, const Interval& keys) {
   return one.position < keys.end && one.position + one.count > keys.begin;
 }
 
 }  // namespace
 
-/// Which keys each rank has, and in which pieces they go.
+/// The keys of each rank, and the pieces in which they travel.
 struct KeyPuts::Ways {
   StretchesOfRanks keys;
   HeadShare all;  // heads
@@ -95,7 +95,7 @@ bool KeyPuts::queue(Pass& pass, const KeyBlock& copied) {
   return true;
 }
 
-/// What the attention waits for, but for the counters.
+/// The arrivals that the attention waits for, without the counters.
 KeyArrivals KeyPuts::arrivals_of(const Ways& ways, const KeyBlock& own) const {
   KeyArrivals arrivals;
   arrivals.behind_puts = true;
@@ -108,8 +108,8 @@ KeyArrivals KeyPuts::arrivals_of(const Ways& ways, const KeyBlock& own) const {
   return arrivals;
 }
 
-/// What this rank puts: to every other the keys that rows there see, and to itself, where its
-/// attention reads own keys where they lie (`begins`), the ends of its stretches; else all of them.
+/// The puts of this rank: to every other rank the keys that rows there see. To itself, if its
+/// attention reads own keys in place (`begins`), the ends of its stretches; otherwise all of them.
 RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, bool begins) const {
   RowPuts puts;
   puts.pieces = ways.heads.count;
@@ -139,7 +139,7 @@ RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, 
   return puts;
 }
 
-/// The bytes that come here.
+/// The bytes received.
 std::size_t KeyPuts::received(const Run& run, const Ways& ways) const {
   const Interval seen = keys_seen(run, layer_.kernels.device(), rank());
   std::int64_t others = 0;

@@ -1,14 +1,13 @@
-// Keys and values of all ranks, put by each rank straight to where every other has the whole
-// sequence, between GPUs that reach each other:
+// Keys and values of all ranks, put by each rank directly into the whole sequence of every other,
+// between GPUs that reach each other:
 //
 //     a few multiprocessors   the first heads go    the next ones    ...
 //     attention               ................................   waits on the GPU for what it
 //                                                                reads next
 //
-// Own keys are read where they lie. Work tiles begin with the keys around their rows, which are
-// mostly own ones, and among the first there are some that see no others, so that there is work
-// from the start. Where the kernel of a run cannot wait for pieces, the run waits for all of them
-// first.
+// Own keys are read in place. Work tiles begin with the keys around their rows, which are mostly
+// own ones, and some of the first tiles see no others, so there is work from the start. If the
+// kernel of a run cannot wait for pieces, the run waits for all of them first.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +25,19 @@ namespace longspan {
 
 class KeyPuts {
  public:
-  /// Opens the receive buffers, for `rows` keys of whole sequences, where the options do not ask
-  /// for another way and there can be some. It is collective.
+  /// Opens the receive buffers, for `rows` keys of whole sequences, if the options do not choose
+  /// another way and they are possible. Collective.
   KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows);
 
   bool is_open() const { return puts_.is_open(); }
   const ExchangeInfo& exchange() const { return puts_.info(); }
-  /// Memory for whole sequences; of runs that this does not take, too.
+  /// Memory for whole sequences; also for runs that this does not support.
   const KeyBlock& whole_keys() const { return whole_; }
 
-  /// Queues a run, result and all; or nothing, and returns false, where it is none of those that
-  /// this takes: of one sequence, whose length the host knows, and of which every rank has a few
-  /// stretches of neighbouring keys. All ranks do alike. `copied` is memory for this rank's keys,
-  /// where they cannot be sent from where they lie.
+  /// Queues a run, with its result. Returns false, and queues nothing, for other runs than these:
+  /// one sequence, whose length the host knows, of which every rank has a few stretches of
+  /// neighbouring keys. All ranks decide alike. `copied` is memory for this rank's keys, if they
+  /// cannot be sent in place.
   bool queue(Pass& pass, const KeyBlock& copied);
 
  private:
@@ -58,11 +57,11 @@ class KeyPuts {
   const TravellingKeys& keys_;
   PutExchange puts_;
   KeyBlock whole_;
-  Route route_;  // of the run at hand
+  Route route_;  // of the current run
   Underway underway_;
 };
 
-/// The pieces in which keys of `bytes` leave a rank.
+/// The pieces in which a rank sends keys of `bytes`.
 HeadPieces pieces_of_keys(int heads, int kv_heads, double bytes);
 
 }  // namespace longspan

@@ -6,7 +6,7 @@
 
 namespace longspan {
 
-/// No rank has more than an even share of each sequence and what the rule leaves uneven: one row of
+/// No rank has more than an even share of each sequence plus the unevenness of the rule: one row of
 /// a striped layout, two of zigzag, a block, or segments of 128 (one for the cut between ranks and
 /// one for the end of the sequence).
 std::int64_t most_rows_of_a_rank(const Sharding& rule, std::int64_t rows, std::int64_t sequences,

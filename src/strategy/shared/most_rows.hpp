@@ -1,6 +1,6 @@
-// How many rows, or keys, a rank can have of what is dealt out by a rule: the bounds by which
-// memory is taken, and by which ranks send where only the device knows lengths. A table (ranges,
-// listed positions) may give all of them to one rank.
+// The most rows, or keys, of a rank under a rule. Memory is allocated by these bounds, and ranks
+// send by them if only the device knows lengths. A table (ranges, listed positions) may give all of
+// them to one rank.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace longspan {
 
-/// Bounds the rows that a rank has of so many rows of so many sequences.
+/// Bounds a rank's share of `rows` rows in `sequences` sequences.
 std::int64_t most_rows_of_a_rank(const Sharding& rule, std::int64_t rows, std::int64_t sequences,
                                  int ranks);
 
@@ -18,11 +18,11 @@ std::int64_t most_rows_of_a_rank(const Sharding& rule, std::int64_t rows, std::i
 /// layer.
 std::int64_t most_keys(const Limits& limits, std::int64_t batch);
 
-/// Bounds the keys that a rank has of a sequence of up to `keys` keys.
+/// Bounds a rank's keys of a sequence of up to `keys` keys.
 std::int64_t most_keys_of_a_rank(const Sharding& rule, std::int64_t keys, int ranks);
-/// The same in doubles, for RunCost, of all sequences together.
+/// The same in doubles, for RunCost, over all sequences.
 double most_keys_of_a_rank(const Sharding& rule, double keys, int ranks);
-/// Bounds the keys that a rank has in a run of `batch` sequences, within the limits of a layer.
+/// Bounds a rank's keys in a run of `batch` sequences, within the limits of a layer.
 std::int64_t most_keys_of_a_rank(const Sharding& rule, const Limits& limits, std::int64_t batch,
                                  int ranks);
 

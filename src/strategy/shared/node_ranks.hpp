@@ -1,6 +1,6 @@
-// Strategies of two levels: the ranks of a layer are nodes of neighbours, `per_node` of them each.
-// What the ranks of a node hold of a sequence, together and in its order, is the share of one rank
-// among as many as there are nodes, by a rule of the same kind.
+// Strategies of two levels: the ranks of a layer form nodes of `per_node` neighbours each. Together
+// the ranks of a node hold, in order, what one rank would hold among as many ranks as there are
+// nodes, by a rule of the same kind.
 #pragma once
 
 #include "longspan/options.hpp"
@@ -21,10 +21,9 @@ struct NodeRanks {
   int node() const { return first / count; }
 };
 
-/// The rule by which nodes share what ranks share by `rule`, which is not by a table. Even cuts of
-/// a sequence in n * m parts are those in m parts and some between them, so that contiguous and
-/// zigzag stay what they are; blocks that are dealt out in turn are as large as those of a node in
-/// a row.
+/// The rule by which nodes share a sequence that ranks share by `rule`, which is not a table. Even
+/// cuts of a sequence into n * m parts include the cuts into m parts, so contiguous and zigzag stay
+/// unchanged. Blocks that are distributed in turn become as large as those of a node together.
 constexpr Sharding of_nodes(const Sharding& rule, int per_node) {
   switch (rule.layout) {
     case Layout::striped:
@@ -36,8 +35,8 @@ constexpr Sharding of_nodes(const Sharding& rule, int per_node) {
   }
 }
 
-/// What the ranks of a node hold together of a sequence that is dealt out by a rule: all of it
-/// where there is one node.
+/// The part of a sequence that the ranks of a node hold together: all of it if there is only one
+/// node.
 inline Shard part_of_node(const Shard& dealt, const NodeRanks& ranks) {
   if (ranks.nodes == 1) return {.length = dealt.length};
   const Sharding rule = of_nodes({dealt.layout, dealt.block}, ranks.count);

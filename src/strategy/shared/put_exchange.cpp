@@ -22,7 +22,7 @@ void PutExchange::put(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals) co
   puts.done = done_;
   arrivals.flags = puts.among.flags[comm.rank()];
 
-  if (puts.beside) run.enter(Phase::attend);  // nothing may stand between the kernels
+  if (puts.beside) run.enter(Phase::attend);  // nothing may come between the kernels
   layer_.kernels.put_rows(puts, run.stream);
 }
 

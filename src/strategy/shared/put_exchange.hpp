@@ -1,5 +1,5 @@
-// The exchange of a run whose ranks put rows into each other's receive memory by a kernel
-// (kernels::RowPuts), and the attention beside it, which waits for them there.
+// The exchange of a run whose ranks put rows into each other's receive memory with a kernel
+// (kernels::RowPuts), and the attention that runs beside it and waits for the rows.
 #pragma once
 
 #include <cstddef>
@@ -30,20 +30,20 @@ class PutExchange {
   bool is_open() const { return buffer_ != nullptr; }
   const ExchangeInfo& info() const { return info_; }
 
-  /// Has what ranks say of a run travel ahead of the rows.
+  /// Sends the ranks' reports of a run before the rows.
   void compare(Pass& pass) const { pass.compare_in(said_, layer_.comm.rank()); }
 
-  /// Queues the puts, ahead of the attention, which waits for `arrivals` beside them where
-  /// `puts.beside` says so. Completes both with what all of them have.
+  /// Queues the puts before the attention; with `puts.beside` the attention runs beside them and
+  /// waits for `arrivals`. Fills in the common fields of both.
   void put(const Pass& pass, kernels::RowPuts& puts, kernels::KeyArrivals& arrivals) const;
   /// Queues the attention of the run up to the phase `last`.
   void attend(const Pass& pass, const kernels::RowPuts& puts, Phase last) const;
-  /// The counters by which kernels meet, which are watched from here until they end. Throws where
-  /// the communicator has failed, with `step`.
+  /// The counters by which kernels synchronise. The run is watched from here on. Throws if the
+  /// communicator has failed, with `step`.
   PutRanks begin(const Run& run, const char* step) const {
     return layer_.comm.begin_puts(buffer_.get(), run.stream, step);
   }
-  /// All kernels are queued. `received` bytes come here.
+  /// All kernels are queued. `received` is the number of received bytes.
   void end(const Run& run, std::size_t received) const {
     layer_.comm.end_puts(buffer_.get(), received, run.stream, step_);
   }
@@ -54,7 +54,7 @@ class PutExchange {
   Layer layer_;
   const char* step_;
   std::shared_ptr<std::byte> buffer_;  // null: not open; zeroed when it is made
-  std::uint64_t* said_ = nullptr;      // [ranks] what each rank says of the run
+  std::uint64_t* said_ = nullptr;      // [ranks] each rank's report of the run
   unsigned* done_ = nullptr;           // kernels::RowPuts::done
   ExchangeInfo info_;
 };

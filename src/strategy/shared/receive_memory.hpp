@@ -1,4 +1,4 @@
-// The memory of a strategy that other GPUs write, where they reach this one.
+// The memory of a strategy that other GPUs write, if they can reach it.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 namespace longspan {
 
 /// Opens a receive buffer for the parts that lay_out(memory) takes, and lays them out in it;
-/// `lay_out` is called once before, to count. It is null where there can be none, with the reason
-/// in `info`, which else says how large it is. It is collective. Throws Unsupported where the
-/// options ask for one that cannot be had.
+/// `lay_out` is called once before, to count. Null if no buffer is possible; `info` then has the
+/// reason, otherwise the buffer's size. Collective. Throws Unsupported if the options ask for one
+/// that is not possible.
 template <class LayOut>
 std::shared_ptr<std::byte> open_receive_memory(const Layer& layer, ExchangeInfo& info,
                                                const LayOut& lay_out) {

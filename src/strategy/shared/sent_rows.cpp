@@ -33,8 +33,8 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
   return ends;
 }
 
-// Of every other rank all stretches of three tensors, and of this one those of the queries, and
-// both ends of those of keys and values.
+// All stretches of three tensors of every other rank; of this rank those of the queries, and both
+// ends of those of keys and values.
 static_assert(RowPuts::kMostBlocks >=
               (PeerView::kMostRanks - 1) * kMostStretches * 3 + kMostStretches * (1 + 2 * 2));
 

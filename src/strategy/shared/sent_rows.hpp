@@ -1,5 +1,5 @@
-// The rows, or keys, that ranks send while those who receive them already attend with others: in
-// how many pieces they go, and what a kernel that waits for them is told.
+// The rows, or keys, that ranks send while the receivers already attend with others: the number of
+// pieces, and the arguments of a kernel that waits for them.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace longspan {
 
-/// In how many pieces the `bytes` travel that a rank puts while others attend: the first must come
-/// early, and behind each all warps that put meet.
+/// The number of pieces for `bytes` that a rank puts while others attend: the first must arrive
+/// early, and after each piece all warps that put synchronise.
 int pieces_of_bytes(double bytes);
 
-/// The first and the last `most` rows of each stretch, of shorter ones all.
+/// The first and the last `most` rows of each stretch; shorter ones whole.
 std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t most);
 
-/// Lists what all ranks have in `table`, for a kernel of the rank `own`. Returns the number of
-/// portions.
+/// Lists the stretches of all ranks in `table`, for a kernel of the rank `own`. Returns the number
+/// of portions.
 int list_portions(const StretchesOfRanks& ranks, int own, kernels::KeyArrivals::Portion* table);
 
 }  // namespace longspan

@@ -1,5 +1,5 @@
-// What the attention of every strategy writes: slots of states, of one rank or of several, and the
-// scratch of its kernels.
+// The output memory of every strategy's attention: slots of states, of one rank or of several, and
+// the scratch of its kernels.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace longspan {
 
 class StateMemory {
  public:
-  /// For attentions up to `largest`, with so many slots of its states.
+  /// For attentions up to `largest`, with `slots` slots for its states.
   StateMemory(const kernels::AttentionKernels& kernels, const kernels::AttendParams& largest,
               int slots = 1)
       : heads_(largest.heads),
@@ -25,15 +25,14 @@ class StateMemory {
     lay_out_slots(memory);
     lay_out_scratch(memory);
   }
-  /// The same by parts: slots are written where an attention does not end in a result, and the
-  /// scratch by every attention.
+  /// The parts of lay_out: attentions that do not end in a result write slots, and every attention
+  /// uses the scratch.
   void lay_out_slots(Parts& memory) {
     states_ = memory.take(static_cast<std::size_t>(slots_) * slot_bytes_);
   }
   void lay_out_scratch(Parts& memory) { scratch_ = memory.take(scratch_bytes_); }
 
-  /// Lets the attention of a pass write its states to slot `slot`, of `rows` rows, and the merge
-  /// read all slots.
+  /// Points the attention of a pass at slot `slot`, of `rows` rows, and the merge at all slots.
   void give(Pass& pass, int slot, std::int64_t rows) const {
     pass.attend.scratch = scratch_;
     pass.attend.scratch_bytes = scratch_bytes_;

@@ -1,4 +1,4 @@
-// The rows, or keys, of a rank that are neighbours in their sequence, and so travel together.
+// Rows, or keys, of a rank that are neighbours in their sequence, and so travel together.
 #pragma once
 
 #include <algorithm>
@@ -18,22 +18,21 @@ struct Stretch {
   std::int64_t position;  // in the sequence
 };
 
-/// A rank that has more of them sends them in another way.
+/// A rank with more of them uses another exchange.
 inline constexpr std::size_t kMostStretches = 4;
 
-/// What the rank of `shard` has of a sequence of `length`, or nothing where it is in too many
-/// stretches.
+/// The stretches of `shard` in a sequence of `length`; nothing if they are too many.
 std::optional<std::vector<Stretch>> stretches_of(const Shard& shard, std::int64_t length);
 
 /// What each rank has of a sequence.
 using StretchesOfRanks = std::vector<std::vector<Stretch>>;
 
-/// What each of `ranks` has by the rule of `shard`, or nothing where one is in too many stretches.
+/// The stretches of each of `ranks` by the rule of `shard`; nothing if one has too many.
 std::optional<StretchesOfRanks> stretches_of_ranks(const Shard& shard, int ranks,
                                                    std::int64_t length);
 
-/// Whether a run is of one sequence whose length the host knows, and rows and keys are dealt out by
-/// a rule: then all ranks know what each of them has.
+/// Whether a run is of one sequence whose length the host knows, with rows and keys distributed by
+/// a rule. All ranks then know what each of them has.
 bool is_one_known_sequence(const RunArrays& arrays);
 
 inline std::int64_t count_rows(const std::vector<Stretch>& stretches) {
@@ -42,7 +41,7 @@ inline std::int64_t count_rows(const std::vector<Stretch>& stretches) {
   return all;
 }
 
-/// The rows of the rank that has most.
+/// The number of rows of the rank with the most.
 inline std::int64_t most_rows(const StretchesOfRanks& ranks) {
   std::int64_t most = 0;
   for (const std::vector<Stretch>& one : ranks) most = std::max(most, count_rows(one));

@@ -7,7 +7,7 @@
 namespace longspan {
 namespace {
 
-/// What row `row` of the receiver's, of sequence b, sees.
+/// The keys that row `row` of the receiver sees in sequence b.
 Interval seen_by(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
                  std::int64_t row, std::int64_t kv_len) {
   return g.visible(b, kv_len - whole_rows + rows.position(row, whole_rows), kv_len);
@@ -18,9 +18,8 @@ Shard rows_of_receiver(const Run& run, int receiver) {
   return run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
 }
 
-/// Whether some of the receiver's rows of sequence b see some of the owner's keys. Where both stand
-/// at ascending positions, so do the ends of what rows see, and the hull of all rows answers most
-/// questions.
+/// Whether some of the receiver's rows of sequence b see some of the owner's keys. If the positions
+/// of both ascend, so do the ends of what rows see, and the hull of all rows decides most cases.
 bool sees_some(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
                const Shard& owner, std::int64_t kv_len) {
   const std::int64_t own = rows.local_len(whole_rows);
@@ -42,7 +41,7 @@ bool knows_lengths(const Run& run, Device device) {
          (run.arrays.kv_len == nullptr && run.arrays.keys.layout != Layout::ranges);
 }
 
-/// Whether this processor can tell what every row sees.
+/// Whether this CPU knows what every row sees.
 bool knows_masks(const Run& run, Device device) {
   if (run.arrays.keys.layout == Layout::listed) return false;
   return device == Device::host ||

@@ -3,8 +3,8 @@
 namespace longspan {
 namespace {
 
-/// Lets transfers go on where that takes calls. What it finds wrong ends the communicator, and is
-/// thrown by the wait.
+/// Lets transfers progress, if their transport needs calls to do so. An error ends the
+/// communicator, and the wait throws it.
 void let_go_on(comm::Transfers& transfers) noexcept {
   try {
     transfers.test();
@@ -100,7 +100,7 @@ void walk(const Route& route, const Pass& pass, comm::Transport& comm, const cha
   try {
     for (const Step& step : route.steps) walker.take(step);
   } catch (...) {
-    comm.forget_place();  // or a later transfer would begin early
+    comm.forget_place();  // otherwise a later transfer would begin early
     underway.drop();
     throw;
   }

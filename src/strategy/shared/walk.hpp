@@ -8,23 +8,24 @@
 
 namespace longspan {
 
-/// What computes on a route: forward does, as another would on the same route.
+/// The computation along a route, for example forward.
 class Visitor {
  public:
   virtual ~Visitor() = default;
 
-  /// Starts a move, not of words alone, or queues all of it. What it returns is waited for.
+  /// Starts a move, unless it is only words, or queues all of it. The caller waits for the returned
+  /// transfers.
   virtual comm::Transfers start(const Move& move) = 0;
 
-  /// Attends to the guest of a step, or to all. On processors it calls `between` now and then.
+  /// Attends to the guest of a step, or to all. On CPUs it calls `between` from time to time.
   virtual void visit(const Step& step, const kernels::BetweenTiles& between) = 0;
 
-  /// Makes the result, where the last visit does not.
+  /// Writes the result, if the last visit does not.
   virtual void finish() {}
 };
 
-/// The transfers that are under way, by the moves of a route. A layer has them, so that a run
-/// allocates nothing.
+/// The transfers in progress, by the moves of a route. A layer owns them, so that a run allocates
+/// nothing.
 class Underway {
  public:
   Underway() = default;
@@ -32,16 +33,16 @@ class Underway {
 
   comm::Transfers& of(int move) { return moves_[static_cast<std::size_t>(move)]; }
   comm::Transfer& words() { return words_; }
-  /// Drops what an exception has left.
+  /// Drops the transfers that an exception left.
   void drop();
 
  private:
   std::vector<comm::Transfers> moves_;
-  comm::Transfer words_;  // what moves words alone
+  comm::Transfer words_;  // of a move of words only
 };
 
-/// Walks it for a run. `words_step` names the comparison of what ranks say of it, where it travels
-/// by itself.
+/// Walks it for a run. `words_step` names the comparison of the ranks' reports, if they travel by
+/// themselves.
 void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
           Underway& underway, Visitor& visitor);
 

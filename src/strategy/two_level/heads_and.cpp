@@ -1,6 +1,6 @@
-// Strategies of two levels: the ranks of a node share the work by heads, over the fast links inside
-// of it, and what they hold together is one rank's share of another strategy between the nodes, as
-// in USP (arXiv 2405.07719) and in TransformerEngine's "a2a+p2p".
+// Strategies of two levels: the ranks of a node share the work by heads, over the fast links within
+// it. Together they act as one rank of another strategy between the nodes, as in USP (arXiv
+// 2405.07719) and in TransformerEngine's "a2a+p2p".
 //
 //     my rows, all heads  ->  the node's rows, my heads  ->  the other strategy, between the ranks
 //     that have these heads, one of every node  ->  my rows, all heads
@@ -22,7 +22,7 @@ StrategyEntry ring_q();
 
 namespace {
 
-/// The options of the attention between nodes, of such heads.
+/// The options of the attention between nodes, with these heads.
 Options between_nodes(const Options& options, HeadShare share) {
   const int per_node = options.ranks_per_node;
   Options o = options;
@@ -65,7 +65,8 @@ class HeadsAnd final : public Strategy {
 
   void queue(Pass& pass) override {
     const Run& run = pass.run;
-    // What ranks say of the run is compared among all of them, as two that never meet may differ.
+    // The reports of the run are compared among all ranks, since two that never exchange data may
+    // differ.
     run.enter(Phase::exchange);
     pass.say_to(layer_.kernels);
     layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.said);
@@ -74,8 +75,9 @@ class HeadsAnd final : public Strategy {
   }
 
  private:
-  /// Does what travels on one of the two levels. What ends a level ends the layer's communicator,
-  /// so every rank hears of the failure at once; what else goes wrong here must end it too.
+  /// Runs the communication of one of the two levels. An error of a level's communicator ends the
+  /// layer's communicator too, so every rank learns of the failure at once. Any other error here
+  /// must end it too.
   template <class Work>
   void or_end_all(const Work& work) const {
     try {
@@ -96,7 +98,7 @@ class HeadsAnd final : public Strategy {
     return layer;
   }
 
-  /// Runs the other strategy as a layer of one rank a node would.
+  /// Runs the other strategy as a layer of one rank per node would.
   void attend_between_nodes(const Pass& pass) const {
     const Run& run = pass.run;
     AttentionArgs args = run.args;
@@ -133,7 +135,7 @@ class HeadsAnd final : public Strategy {
   std::unique_ptr<Strategy> between_;
 };
 
-/// Why two levels cannot serve such a layer, whatever the strategy between nodes is.
+/// Why two levels cannot serve such a layer, whatever the strategy between nodes.
 std::string refuse_levels(const Options& o, int ranks) {
   const int per_node = o.ranks_per_node;
   if (per_node == 0)
@@ -160,8 +162,8 @@ HeadShare most_of(const Options& o) {
   return {{0, most.query}, {0, most.kv}};
 }
 
-/// The cost of the exchange among the ranks of a node, and of the strategy between nodes for what a
-/// node has.
+/// The cost of the exchange among the ranks of a node, plus that of the strategy between nodes on a
+/// node's share.
 RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, const RunSize& size,
                   Device device) {
   const int per_node = o.ranks_per_node, nodes = ranks / per_node;
@@ -178,7 +180,7 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   cost.received_bytes += other.received_bytes;
   cost.workspace_bytes += other.workspace_bytes;
   cost.overlapped_bytes = other.overlapped_bytes;
-  cost.messages += other.messages + 1;  // and the agreement
+  cost.messages += other.messages + 1;  // and the comparison of reports
   cost.work *= other.work;
   cost.calls = other.calls;
   cost.keys_read *= other.keys_read;

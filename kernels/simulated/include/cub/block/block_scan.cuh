@@ -1,4 +1,4 @@
-// The one call of CUB's that kernels make, in the simulator: the exclusive sum over a block, and
+// The one function of CUB that kernels use, in the simulator: the exclusive sum over a block, and
 // its total.
 #pragma once
 
@@ -15,7 +15,8 @@ class BlockScan {
 
   explicit BlockScan(TempStorage& storage) : values_(storage.values) {}
 
-  /// As CUB's it ends without a barrier: whoever uses the storage again meets first.
+  /// Like CUB's it ends without a barrier: a block that uses the storage again must synchronise
+  /// first.
   void ExclusiveSum(T own, T& before, T& total, Site site = Site::current()) {
     if (blockDim.x != kThreads || blockDim.y != 1 || blockDim.z != 1)
       longspan::simulated::fail("a scan for another number of threads than the block has", site);

@@ -1,4 +1,4 @@
-// The reciprocal that divisions start from, in the simulator.
+// The reciprocal with which divisions start, in the simulator.
 #pragma once
 
 #include <cmath>
@@ -6,7 +6,7 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// 1 / x. What is subnormal counts as 0, before and after.
+/// 1 / x. Subnormals count as 0, before and after.
 inline float approximate_reciprocal(float x) {
   constexpr float kLeast = std::numeric_limits<float>::min();
   const float reciprocal = 1.0f / (std::fabs(x) < kLeast ? std::copysign(0.0f, x) : x);

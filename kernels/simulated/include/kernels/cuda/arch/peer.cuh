@@ -1,6 +1,6 @@
-// Loads and stores that other GPUs take part in, and the clock that bounds the waits for them, in
-// the simulator. Of 16 bytes each aligned eight move as a whole, of fewer each aligned four: the
-// least that the kernels may count on.
+// Loads and stores shared with other GPUs, and the clock that bounds the waits for them, in the
+// simulator. Of 16 bytes each aligned eight move as a unit, of fewer each aligned four: the least
+// that the kernels may rely on.
 #pragma once
 
 #include <bit>
@@ -17,7 +17,8 @@ inline void check(const void* address, std::uintptr_t bytes, const char* what,
     simulated::fail(std::string(what) + ": the address is no multiple of the access", site);
 }
 
-/// `kCount` words of Word, one after the other; others may run, and words arrive, between them.
+/// `kCount` words of Word, one after another; other threads may run, and words arrive, between
+/// them.
 template <class Word, int kCount>
 void store(void* to, const Word (&words)[kCount], simulated::Site site) {
   check(to, sizeof(words), "st.volatile", site);
@@ -90,7 +91,7 @@ inline void count_release(std::uint64_t* word, std::uint64_t more,
   simulated::count_word(word, more, site);
 }
 
-/// Loads that leave `value` alone unless `wanted`.
+/// Loads that leave `value` unchanged unless `wanted`.
 inline void load_volatile_if(bool wanted, const void* from, uint4& value,
                              simulated::Site site = simulated::Site::current()) {
   if (wanted) value = load_volatile(from, site);
@@ -122,7 +123,7 @@ inline std::uint32_t load_relaxed(const std::uint32_t* word,
 
 inline void prefetch(const void*) {}
 
-/// Whoever reads the clock waits for something, as a rule.
+/// A thread that reads the clock usually waits for something.
 inline std::uint64_t nanoseconds(simulated::Site site = simulated::Site::current()) {
   simulated::may_yield(site);
   return simulated::nanoseconds();

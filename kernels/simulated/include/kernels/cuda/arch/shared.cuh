@@ -1,4 +1,4 @@
-// A block's shared memory in the simulator: what the launch asked for, and variables of kernels.
+// A block's shared memory in the simulator: the dynamic part, and variables of kernels.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ std::byte* dynamic_shared(simulated::Site site = simulated::Site::current()) {
   return memory;
 }
 
-/// The same where a kernel names it: for pointers to std::byte.
+/// The same under the name that kernels use: for pointers to std::byte.
 template <int kAlign>
 struct DynamicShared {
   operator std::byte*() const { return dynamic_shared<kAlign>(); }
@@ -26,8 +26,7 @@ inline constexpr DynamicShared<16> shared_by_16;
 inline constexpr DynamicShared<128> shared_by_128;
 inline constexpr DynamicShared<1024> shared_by_1024;
 
-/// A variable of the block, of any content at first. Whoever asks for the same T and kId gets the
-/// same one.
+/// A variable of the block, not initialised. The same T and kId give the same variable.
 template <class T, int kId = 0>
 T& shared_variable() {
   static const char kKey = 0;

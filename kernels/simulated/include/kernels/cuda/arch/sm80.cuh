@@ -1,5 +1,5 @@
-// The instructions of sm_80 and later that the portable kernels are built on, in the simulator:
-// mma.sync, ldmatrix, cp.async, ex2.
+// The instructions of sm_80 and later that the portable kernels use, in the simulator: mma.sync,
+// ldmatrix, cp.async, ex2.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,14 +19,14 @@
 
 namespace longspan::kernels::cuda::arch {
 
-/// Address in the shared window, as ldmatrix and cp.async want it.
+/// Address in the shared window, as ldmatrix and cp.async need it.
 inline std::uint32_t shared_address(const void* pointer,
                                     simulated::Site site = simulated::Site::current()) {
   return simulated::shared_address(pointer, site);
 }
 
-/// From global to shared memory, asynchronously: the first `bytes` of kBytes (4, 8 or 16), and
-/// zeros behind them.
+/// From global to shared memory, asynchronously: the first `bytes` of kBytes (4, 8 or 16), then
+/// zeros.
 template <int kBytes>
 void copy_async(std::uint32_t to, const void* from, int bytes,
                 simulated::Site site = simulated::Site::current()) {
@@ -40,7 +40,7 @@ void copy_async(std::uint32_t to, const void* from, int bytes,
   simulated::copy_async(to, from, kBytes, bytes, site);
 }
 
-/// 16 bytes; zeros, and no read, where not `valid`.
+/// 16 bytes; zeros, and no read, if not `valid`.
 inline void copy_async(std::uint32_t to, const void* from, bool valid,
                        simulated::Site site = simulated::Site::current()) {
   copy_async<16>(to, from, valid ? 16 : 0, site);
@@ -48,7 +48,7 @@ inline void copy_async(std::uint32_t to, const void* from, bool valid,
 
 inline void commit_copies() { simulated::commit_copies(); }
 
-/// Returns when at most kPending of this thread's committed groups are still under way.
+/// Returns when at most kPending of this thread's committed groups are still in flight.
 template <int kPending>
 void wait_copies(simulated::Site site = simulated::Site::current()) {
   simulated::wait_copies(kPending, site);
@@ -64,8 +64,8 @@ inline void store_shared(std::uint32_t to, std::uint32_t word,
   std::memcpy(simulated::shared_pointer(to, 4, 4, "st.shared", site), &word, 4);
 }
 
-// A lane reads, or writes, the row that it names, and then the warp exchanges elements: so that
-// each access is of the thread that its neighbours in the program order are of.
+// A lane reads, or writes, the row that it names, and then the warp exchanges elements. Each access
+// thus belongs to the same thread as its neighbours in program order.
 
 /// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 inline void load_matrices(std::uint32_t (&r)[4], std::uint32_t address,
@@ -120,10 +120,10 @@ void widen_fp8(std::uint32_t four, std::uint32_t& low, std::uint32_t& high,
   high = widen(2) | widen(3) << 16;
 }
 
-/// Bytes of shared memory that the launch asked for.
+/// Bytes of dynamic shared memory of the launch.
 inline int dynamic_shared_bytes() { return simulated::dynamic_shared_bytes(); }
 
-/// 2^x to 2 ulp; exp2(-inf) = 0, NaN stays NaN. What is subnormal counts as 0, before and after.
+/// 2^x to 2 ulp; exp2(-inf) = 0, NaN stays NaN. Subnormals count as 0, before and after.
 inline float exp2_fast(float x) {
   const float y = std::exp2(x);
   return y < std::numeric_limits<float>::min() ? 0.0f : y;

@@ -1,5 +1,5 @@
-// Hopper's own instructions in the simulator: the warpgroup matrix product (wgmma) and the
-// hand-over of registers between warpgroups.
+// Hopper's own instructions in the simulator: the warpgroup matrix product (wgmma) and the register
+// reallocation between warpgroups.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,8 +55,8 @@ void take_registers(simulated::Site site = simulated::Site::current()) {
 
 // ---- wgmma: D[64, N] += A[64, K] B[K, N], fp32 accumulators, asynchronous ---------------------
 
-/// Operands in shared memory lie in the 128-byte swizzle, in panels of 128 bytes: rows of a panel
-/// 128 bytes apart, panels `panel_bytes` apart, all aligned to 1024 bytes.
+/// Operands in shared memory use the 128-byte swizzle, in panels of 128 bytes: rows of a panel 128
+/// bytes apart, panels `panel_bytes` apart, all aligned to 1024 bytes.
 inline std::uint64_t operand(const void* tile, int panel_bytes,
                              simulated::Site site = simulated::Site::current()) {
   return simulated::describe_operand(simulated::shared_address(tile, site), panel_bytes, site);
@@ -70,7 +70,7 @@ inline std::uint64_t advance(std::uint64_t operand, int bytes,
 
 inline std::uint64_t opaque(std::uint64_t operand) { return operand; }
 
-/// Before the first product, and after registers that products read or write were touched.
+/// Call it before the first product, and after registers that products read or write were changed.
 inline void wgmma_begin(simulated::Site site = simulated::Site::current()) {
   simulated::begin_products(site);
 }
@@ -88,7 +88,7 @@ void wgmma_wait(simulated::Site site = simulated::Site::current()) {
 template <int kCount>
 void pin(float (&)[kCount]) {}
 
-/// Whoever reads them nevertheless gets NaN.
+/// A read of them nevertheless gives NaN.
 template <int kCount>
 void forget(float (&registers)[kCount]) {
   for (float& one : registers) one = std::numeric_limits<float>::quiet_NaN();
@@ -96,8 +96,8 @@ void forget(float (&registers)[kCount]) {
 
 inline int opaque(int number) { return number; }
 
-// shared: A from shared memory. registers: A from registers. kTransposed: B lies as [16, N] with N
-// innermost (as V does) instead of as [N, 16] (as K does). add = false overwrites D.
+// shared: A from shared memory. registers: A from registers. kTransposed: B is stored as [16, N]
+// with N innermost (like V) instead of as [N, 16] (like K). add = false overwrites D.
 template <int kColumns>
 struct Product {
   static_assert(kColumns >= 8 && kColumns <= 256 && kColumns % 8 == 0);

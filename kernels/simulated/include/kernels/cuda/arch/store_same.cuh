@@ -1,5 +1,5 @@
-// Stores that several threads make, in the simulator: no race with each other, nor with reads,
-// which get the same from whichever comes first.
+// Stores that several threads make, in the simulator: they do not race with each other, nor with
+// reads, which get the same value from any of them.
 #pragma once
 
 #include <cstring>

@@ -1,9 +1,9 @@
-// What a build for the simulator stands for: the GPU that LONGSPAN_SIMULATED_ARCH names.
+// The target of a build for the simulator: the GPU that LONGSPAN_SIMULATED_ARCH names.
 #pragma once
 
 namespace longspan::kernels::cuda::arch {
 
-/// As __CUDA_ARCH__ of code for that GPU.
+/// Like __CUDA_ARCH__ of code for that GPU.
 inline constexpr int kTarget = LONGSPAN_SIMULATED_ARCH * 10;
 
 /// Whether it has Hopper's own instructions (sm90.cuh).

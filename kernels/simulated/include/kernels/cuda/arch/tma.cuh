@@ -10,7 +10,7 @@
 
 namespace longspan::kernels::cuda::arch {
 
-// ---- mbarriers: a phase completes when all arrivals and all announced bytes are there ---------
+// ---- mbarriers: a phase completes after all arrivals and all announced bytes -----------------
 
 struct Barrier {
   std::uint64_t word;
@@ -24,7 +24,7 @@ struct Barrier {
   void arrive(simulated::Site site = simulated::Site::current()) {
     simulated::barrier_arrive(&word, 0, site);
   }
-  /// Arrives, and announces `bytes` that copies will bring before the phase is complete.
+  /// Arrives, and announces `bytes` that copies will deliver before the phase completes.
   void arrive_expecting(int bytes, simulated::Site site = simulated::Site::current()) {
     constexpr int kMost = (1 << 20) - 1;
     if (bytes < 0 || bytes > kMost)
@@ -38,19 +38,19 @@ struct Barrier {
   }
 };
 
-/// Adds an arrival to the current phase, which comes when the copies (copy_async) that this thread
-/// has queued so far are there.
+/// Adds an arrival to the current phase, which occurs when the copies (copy_async) that this thread
+/// has queued so far have completed.
 inline void expect_copies(Barrier& barrier, simulated::Site site = simulated::Site::current()) {
   simulated::barrier_expect_copies(&barrier.word, site);
 }
 
-/// What this thread has written to global memory is seen by TMA too, once the threads
-/// have met.
+/// Makes this thread's writes to global memory visible to TMA too, once the threads have
+/// synchronised.
 inline void publish_to_tma(simulated::Site site = simulated::Site::current()) {
   if constexpr (kTarget >= 900) simulated::fence_global_proxy(site);
 }
 
-/// Freshly initialised mbarriers are seen by TMA of the simulator as they are.
+/// The simulator's TMA sees freshly initialised mbarriers without a fence.
 inline void publish_barriers() {}
 
 // ---- named barriers of the block (0 is __syncthreads) -----------------------------------------
@@ -77,7 +77,7 @@ inline void named_arrive(int id, int threads, simulated::Site site = simulated::
 
 // ---- TMA -------------------------------------------------------------------------------------
 
-enum class Keep { first_to_go, last_to_go };  // how L2 should treat what is read
+enum class Keep { first_to_go, last_to_go };  // L2 eviction priority of data that is read
 
 template <Keep kKeep>
 std::uint64_t cache_policy() {
@@ -86,8 +86,8 @@ std::uint64_t cache_policy() {
 
 inline void prefetch_map(const CUtensorMap*) {}
 
-/// The map's box at (x, y, z), innermost first, into shared memory; its bytes count on `barrier`.
-/// What lies outside the tensor arrives as zeros.
+/// Loads the map's box at (x, y, z), innermost first, into shared memory; its bytes count on
+/// `barrier`. Elements outside the tensor arrive as zeros.
 inline void load_box(void* to, const CUtensorMap* map, int x, int y, int z, Barrier* barrier,
                      std::uint64_t policy, simulated::Site site = simulated::Site::current()) {
   if (policy != cache_policy<Keep::first_to_go>() && policy != cache_policy<Keep::last_to_go>())
@@ -97,7 +97,7 @@ inline void load_box(void* to, const CUtensorMap* map, int x, int y, int z, Barr
   simulated::load_box(shared_address(to, site), map, place, &barrier->word, site);
 }
 
-/// The same of a map of five dimensions, of data that is read once.
+/// The same for a map of five dimensions, for data that is read once.
 inline void load_box(std::uint32_t to, const CUtensorMap* map, int x, int y, int z, int w, int v,
                      Barrier* barrier, simulated::Site site = simulated::Site::current()) {
   const int place[] = {x, y, z, w, v};

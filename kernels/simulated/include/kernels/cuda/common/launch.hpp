@@ -1,5 +1,5 @@
-// Stands in the place of kernels/cuda/common/launch.hpp where kernels run on the simulated GPUs:
-// the same interface, whose kernels are called by the threads of the machine.
+// Replaces kernels/cuda/common/launch.hpp if kernels run on the simulated GPUs: the same interface,
+// whose kernels are called by the threads of the machine.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,8 +25,7 @@ struct LaunchConfig {
   std::source_location site = std::source_location::current();  // for reports
 };
 
-/// Queues kernel(arguments...). Throws BackendError where the runtime refuses; then nothing is
-/// queued.
+/// Queues kernel(arguments...). Throws BackendError if the runtime refuses; then nothing is queued.
 template <class... Parameters>
 void launch_kernel(void (*kernel)(Parameters...), const LaunchConfig& how,
                    const std::type_identity_t<Parameters>&... arguments) {

@@ -1,7 +1,7 @@
 # Precompiled headers and unity builds. To parse the headers of the standard library, of fmt or of
 # GoogleTest takes longer than to compile most of our files, so it is done once for all files of a
 # kind. No header of this project is among them: a change to one rebuilds the files that include it.
-# A file includes what it uses all the same: cmake/clang_tidy.sh compiles each by itself. So do the
+# A file includes what it uses all the same: LONGSPAN_FAST_BUILD=OFF compiles each by itself, as do the
 # builds of the simulator, whose files have options of their own.
 set(LONGSPAN_STD_HEADERS <algorithm> <array> <atomic> <bit> <cerrno> <charconv> <chrono> <climits>
     <cmath> <condition_variable> <cstddef> <cstdint> <cstdio> <cstdlib> <cstring> <exception>

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets up (setup.sh has the switches) and runs the main job: attention over a sequence that is
-# sharded across ranks, on this machine's GPUs where the build has CUDA, or else on its processors.
+# Sets up (setup.sh has the switches) and runs the main job: attention over a sequence sharded
+# across ranks, on this machine's GPUs in a build with CUDA, or else on its CPUs.
 set -euo pipefail
 cd "$(dirname "$0")"
-source ./setup.sh longspan_command # what the demo runs, and no more
+source ./setup.sh longspan_command # only what the demo runs
 
 longspan=$build/bin/longspan
 work=$(mktemp -d)
@@ -16,7 +16,7 @@ if [ "${gpus:-0}" -gt 0 ]; then
 fi
 most=${counts[-1]}
 
-# job RANKS ARGUMENTS...: one `longspan run`; what it prints goes to $work/RANKS.
+# job RANKS ARGUMENTS...: one `longspan run`; its output goes to $work/RANKS.
 job() {
   local ranks=$1
   shift

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# To be sourced, in any folder: source path/to/env.sh. It puts the command on the PATH and lets
-# Open MPI's mpirun do what it refuses by itself: start more ranks than there are cores, and start
-# them as root (which asks twice). In containers one process may not copy from another.
+# To be sourced, in any folder: source path/to/env.sh. It puts the command on the PATH and allows
+# two things that Open MPI's mpirun refuses by default: to start more ranks than cores, and to start
+# them as root (which needs two variables). In containers one process may not copy from another.
 
-# Bash and zsh tell a sourced file its own name. Other shells do not: there it is taken from the
+# Bash and zsh give a sourced file its own name. Other shells do not: there it is taken from the
 # current folder.
 if [ -n "${BASH_SOURCE:-}" ]; then
   # shellcheck disable=SC2128 # its first element is this file
@@ -26,7 +26,7 @@ case ${LONGSPAN_BUILD_DIR:-build/default} in
   *) PATH="${_longspan_file%/*}/${LONGSPAN_BUILD_DIR:-build/default}/bin:$PATH" ;;
 esac
 export PATH
-case $- in # who types it is told what is missing; setup.sh sources it before there is anything
+case $- in # users are told what is missing; setup.sh sources it before a build exists
   *i*) command -v longspan >/dev/null ||
     echo "longspan: the command is not built yet: ${_longspan_file%/*}/setup.sh builds it" >&2 ;;
 esac

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Installs what is missing (packages of Debian or Ubuntu), configures, and builds what this machine
-# can use: the CUDA part where a GPU is seen, for its architecture alone, or else processors only.
-# test.sh and demo.sh begin with it; a second run finds nothing to do. Arguments: the targets to
-# build (default: all). Switches, all from the environment:
+# Installs missing packages (of Debian or Ubuntu), configures, and builds for this machine: the CUDA
+# part where a GPU is found, only for its architecture, or else only for CPUs. test.sh and demo.sh
+# begin with it; a second run has nothing to do. Arguments: the targets to build (default: all).
+# Switches, all from the environment:
 #
 #   LONGSPAN_BUILD_DIR=DIR    where to build (default: build/default)
-#   LONGSPAN_CUDA=ON|OFF      build the CUDA part where no GPU is seen too, or nowhere (default: AUTO)
-#   LONGSPAN_CUDA_ARCHITECTURES=LIST   for these ("80-real;90a-real"), which is a wish for CUDA too;
-#                             default: for the GPUs seen, or where there is none for those of
+#   LONGSPAN_CUDA=ON|OFF      build the CUDA part also without a GPU, or never (default: AUTO)
+#   LONGSPAN_CUDA_ARCHITECTURES=LIST   for these ("80-real;90a-real"), which implies CUDA;
+#                             default: for the GPUs found, or without one for those of
 #                             CMakeLists.txt
-#   LONGSPAN_HOST_TARGETS=all kernels for every x86 processor, for a build that is carried elsewhere
+#   LONGSPAN_HOST_TARGETS=all kernels for every x86 CPU, for a build that runs elsewhere
 #                             (default: native, without the instructions that this one lacks)
-#   LONGSPAN_SKIP_INSTALL=1   install nothing: what the build needs is here already
+#   LONGSPAN_SKIP_INSTALL=1   install nothing: the build's dependencies are here already
 #   LONGSPAN_SKIP_SETUP=1     install and build nothing: DIR was built beforehand, maybe elsewhere
-#   LONGSPAN_DRY_RUN=1        say what would be installed and run, and end
+#   LONGSPAN_DRY_RUN=1        print what would be installed and run, and end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 build=${LONGSPAN_BUILD_DIR:-build/default} dry=${LONGSPAN_DRY_RUN:-}
 
-# Package, the command that shows it is there (or -), what it is.
+# Package, the command that shows that it is installed (or -), its purpose.
 packages='
 g++                 g++      the C++ compiler
 cmake               cmake    the build system, 3.25 or newer
@@ -66,7 +66,7 @@ install_missing() {
   "${apt[@]}" update || say 'the list of packages could not be renewed; trying the old one'
   "${apt[@]}" install -y --no-install-recommends "${missing[@]}" >/dev/null && return
 
-  while read -r package probe what; do # one by one, to name those that cannot be had
+  while read -r package probe what; do # one by one, to name those that are unavailable
     if [ -z "$package" ] || is_here "$package" "$probe"; then continue; fi
     "${apt[@]}" install -y --no-install-recommends "$package" >/dev/null && continue
     say "cannot install $package ($what)" >&2
@@ -90,7 +90,7 @@ build_targets() {
   if [ -n "$architectures" ]; then
     options+=("-DLONGSPAN_CUDA_ARCHITECTURES=$architectures")
   else
-    options+=(-ULONGSPAN_CUDA_ARCHITECTURES) # what an earlier run asked for
+    options+=(-ULONGSPAN_CUDA_ARCHITECTURES) # the request of an earlier run
   fi
   step cmake --preset default -B "$build" -DLONGSPAN_CUDA="$cuda" "${options[@]}"
   if [ "$cuda" = AUTO ] && [ -z "$dry" ] && ! grep -q '^LONGSPAN_HAS_CUDA:.*=ON$' "$build/CMakeCache.txt"
@@ -101,7 +101,7 @@ build_targets() {
   step cmake --build "$build" --target "$@"
 }
 
-# A folder that was built elsewhere and carried here names its old place in the lists of tests.
+# A folder that was built elsewhere and moved here names its old place in the lists of tests.
 settle_in() {
   local cache=$build/CMakeCache.txt old_build old_source here
   [ -f "$cache" ] || fail "LONGSPAN_SKIP_SETUP is set, and $build holds no build"
@@ -116,7 +116,7 @@ settle_in() {
     -exec sed -i "s|$old_build|$here|g; s|$old_source|$PWD|g" {} +
 }
 
-source ./env.sh # what Open MPI must be told
+source ./env.sh # settings for Open MPI
 
 if [ -n "${LONGSPAN_SKIP_SETUP:-}" ]; then
   settle_in

@@ -3,7 +3,7 @@
 
     python3 bench/accuracy_vs_torch.py --backend host --ranks 1 2 4 --machine cpu
 
-The bound is the same for every rank count: at most twice PyTorch's error; fp32 under 2e-6 by norm.
+The bound is the same for every rank count: at most twice PyTorch's error; fp32 below 2e-6 by norm.
 Records go to accuracy-<machine>.jsonl.
 """
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Keys in parts, as a ring's steps bring them: state in, beside a slot for each part and a merge.
+"""Keys in parts, as in the steps of a ring: state in, beside a slot for each part and a merge.
 
     python3 bench/chain.py --machine h200
 
 Both, and one call over all keys, take turns in one process: the test program gpu_chain_times_test,
-since a state in is asked of a backend and of no public call. The ratio is the median over the
-rounds of the merge's time against the chain's; a sample of every result is held against float64.
+since only a backend takes a state as input, and no public call. The ratio is the median over the
+rounds of the merge's time against the chain's; a sample of every result is compared with float64.
 Records go to chain-<machine>.jsonl.
 """
 
@@ -23,7 +23,7 @@ TARGET = 1.0  # of the speed with a merge
 
 
 def to_records(lines):
-    """Of the two ways that the merge is the peer of, where all are right."""
+    """Records of the two ways beside the merge, where all are right."""
     def row(line):
         return line["tokens"], line["kv_len"], line["parts"]
 
@@ -40,7 +40,7 @@ def to_records(lines):
 
 
 def measure(program):
-    """The lines of JSON whose results are right; the others are told."""
+    """The lines of JSON with right results; the others are reported."""
     done = subprocess.run([program, "--gtest_filter=Chain.Times"], capture_output=True, text=True,
                           env=dict(os.environ) | {"LONGSPAN_TIME": "1"})
     lines = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("{")]

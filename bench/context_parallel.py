@@ -1,11 +1,12 @@
-"""What the benches of context-parallel prefill beside PyTorch share: rows and keys of a sequence dealt in
-zigzag, causal. Ours is `longspan bench scale --phases prefill`: every strategy, rows of each checked against
-float64. PyTorch is the bench itself, started by torchrun with --peer FILE, into which rank 0 writes a list:
+"""Common to the benches of context-parallel prefill beside PyTorch: rows and keys of a sequence dealt in
+zigzag, causal. Ours is `longspan bench scale --phases prefill`: every strategy, with rows of each compared
+with float64. PyTorch is the bench itself, started by torchrun with --peer FILE, into which rank 0 writes a
+list:
 
     {"name", "heads", "kv_heads", "tokens", "alone": ms of one rank, "ms": of all, or "refused": why}
 
 Each side is measured once in a round, in turns, and a figure is the median of the rounds. Efficiency is the
-time of one rank over the ranks times the time of all, of each side against its own one rank.
+time of one rank over the product of ranks and the time of all, for each side against its own one rank.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import tempfile
 import longspan_command
 import records
 
-# At most: what a rank takes, of its q, k, v, out and two blocks of keys and values. Asked of long sequences.
+# The most that a rank may take, in sizes of its q, k, v, out and two blocks of keys and values; for long sequences.
 MEMORY, MEMORY_TOKENS = 1.2, 1 << 20
 
 
@@ -32,7 +33,7 @@ class Bench:
     dim: int
     dtype: str
     options: list  # of `longspan bench scale`
-    targets: dict  # (ranks, tokens) -> efficiency that is asked of the fastest strategy
+    targets: dict  # (ranks, tokens) -> target efficiency of the fastest strategy
 
 
 def parser_of(doc, tokens, heads, iterations, rounds):
@@ -50,7 +51,7 @@ def parser_of(doc, tokens, heads, iterations, rounds):
     parser.add_argument("--strategies", nargs="+", help="of ours (default: every one that serves)")
     parser.add_argument("--peer", help=argparse.SUPPRESS)  # the file that a process of torchrun writes
     records.add_arguments(parser)
-    parser.set_defaults(graph=False)  # a bench of GPUs may have it as an option
+    parser.set_defaults(graph=False)  # an option of the benches of GPUs
     return parser
 
 
@@ -64,7 +65,7 @@ def run_peer(bench, args):
             line.append("--graph")
         if args.command:
             line += ["--command", args.command]
-        env = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun would set it too, and say so
+        env = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun would set it too, with a message
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env=env)
         return json.loads(path.read_text())
 
@@ -90,7 +91,7 @@ def medians(pairs):
 
 
 def judge(bench, args, pair, rounds, peers, machine=None):
-    """The records of one pair of heads; `rounds` and `peers` hold what each round measured."""
+    """The records of one pair of heads; `rounds` and `peers` hold the measurements of each round."""
     heads, kv_heads = map(int, pair.split("/"))
     found = []
     for tokens in args.tokens:

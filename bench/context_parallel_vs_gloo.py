@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Context-parallel prefill on processors beside PyTorch over gloo, in one run.
+"""Context-parallel prefill on CPUs beside PyTorch over gloo, in one run.
 
     .venv/bin/python bench/context_parallel_vs_gloo.py [--results bench/results]       # needs torch
 
@@ -7,16 +7,16 @@ Forward, fp32, causal, dim 64, the rows and the keys of a sequence dealt in zigz
 thread. Ours is `longspan bench scale --phases prefill`, over MPI.
 
 PyTorch's own context_parallel is tried with both of its ways to move keys and values. PyTorch 2.15 has no
-processor's attention for it, with gloo or any backend:
+attention on CPUs for it, with gloo or any backend:
 
     NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have a
     sharding strategy registered.
 
-So what a user of PyTorch can write there is measured instead: dist.all_gather of keys and values over gloo, and
+So the bench measures what a user of PyTorch can write there: dist.all_gather of keys and values over gloo, and
 attention of each of the rank's two runs of rows with the keys up to its end, in two ways:
 
     a mask       F.scaled_dot_product_attention with a mask, made before the time is taken
-    two calls    of PyTorch's kernel for processors: the keys before the run, and the run's own keys, causal;
+    two calls    of PyTorch's kernel for CPUs: the keys before the run, and the run's own keys, causal;
                  merged by the log-sum-exps that it returns. F.scaled_dot_product_attention does not return them
 
 Every way is compared with the attention of one rank before it is timed. A time is that of the slowest rank,
@@ -32,7 +32,7 @@ import context_parallel
 import longspan_command
 
 DIM = 64
-# (ranks, tokens) -> efficiency that is asked of the fastest strategy, against our own one thread.
+# (ranks, tokens) -> target efficiency of the fastest strategy, against our own one thread.
 TARGETS = {(2, 4096): 0.93, (2, 16384): 0.97}
 BENCH = context_parallel.Bench(script=__file__, one="thread", dim=DIM, dtype="fp32",
                                options=["--backend", "host", "--threads", 1], targets=TARGETS)
@@ -66,7 +66,7 @@ def peer(args):
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
     def milliseconds(work):
-        """The median over the runs, each of which takes what the slowest rank takes."""
+        """The median over the runs, each with the time of the slowest rank."""
         times = []
         for _ in range(WARMUP + args.iterations):
             dist.barrier()

@@ -8,8 +8,8 @@ Forward, bf16, causal, dim 128, the rows and the keys of a sequence dealt in zig
 PyTorch is started by torchrun: both of its ways to move keys and values (all-gather and all-to-all) over
 cuDNN's attention and FlashAttention-2, and its own time on one GPU. Each side is measured once in a
 round, in turns, and a figure is the median of the rounds. Efficiency is the time of one GPU over the
-ranks times the time of all. With --graph the times of both sides are those of CUDA graphs that are replayed
-back to back, as a model's step is; else of calls one by one, each with the host's part. Records go to
+product of GPUs and the time of all. With --graph both sides are CUDA graphs that are replayed back to back,
+as a model's step is; otherwise calls one by one, each with the host's part. Records go to
 context_parallel-<machine>.jsonl.
 """
 
@@ -20,7 +20,7 @@ import context_parallel
 import longspan_command
 
 DIM = 128
-# (ranks, tokens) -> efficiency that is asked of the fastest strategy, against our own one GPU.
+# (ranks, tokens) -> target efficiency of the fastest strategy, against our own one GPU.
 TARGETS = {(2, 8192): 0.85, (2, 32768): 0.95, (2, 131072): 0.985,
            (4, 8192): 0.75, (4, 32768): 0.93, (4, 131072): 0.98}
 BENCH = context_parallel.Bench(script=__file__, one="GPU", dim=DIM, dtype="bf16", options=["--backend", "cuda"],

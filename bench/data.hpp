@@ -1,5 +1,5 @@
-// Random tensors whose element i is a function of (seed, i): a reference computes what it needs
-// again, wherever the tensor lies and however it is laid out, and keeps no copy.
+// Random tensors whose element i is a function of (seed, i): a reference recomputes what it needs,
+// for any place and layout of the tensor, and keeps no copy.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ struct Values {
   DType dtype = DType::fp32;
 
   launcher::RandomTensor exact() const { return {seed}; }
-  /// As the tensor holds it.
+  /// The element as stored.
   double operator()(std::int64_t i) const {
     return launcher::rounded(dtype, exact()(static_cast<std::uint64_t>(i)));
   }
@@ -117,7 +117,7 @@ constexpr const char* name(PageLayout layout) {
   return layout == PageLayout::rows ? "rows" : "x-packed";
 }
 
-/// What a paged cache is like.
+/// The properties of a paged cache.
 struct CacheShape {
   int kv_heads = 8;
   int dim = 128;
@@ -127,7 +127,7 @@ struct CacheShape {
   bool permuted = true;  // pages in random order; else page i of the cache is the i-th in use
 };
 
-/// `batch` sequences of `kv_len` keys each. fp8 elements stand for x times a scale.
+/// `batch` sequences of `kv_len` keys each. fp8 elements mean x times a scale.
 class Cache {
  public:
   static constexpr float kScaleK = 0.75f, kScaleV = 1.25f;
@@ -207,7 +207,7 @@ std::vector<double> attend_exactly(std::int64_t begin, std::int64_t end, int dim
   return out;
 }
 
-/// How far rows of a result lie from float64.
+/// How far rows of a result are from float64.
 class Judge {
  public:
   void compare(double found, double exact) {
@@ -219,7 +219,7 @@ class Judge {
     exact2_ += other.exact2_;
   }
   double relative() const { return std::sqrt(error2_ / exact2_); }
-  /// Weights and results of 16 bits are each off by 2^-9 at most; a NaN is never right.
+  /// Weights and results of 16 bits are each off by at most 2^-9; a NaN is never right.
   bool right(DType dtype) const { return relative() < (dtype == DType::fp32 ? 1e-5 : 5e-3); }
 
  private:

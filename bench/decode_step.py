@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The decode step over a sharded cache that grows, by `longspan bench decode`: on each number of
+"""The decode step over a growing sharded cache, by `longspan bench decode`: on each number of
 ranks, beside the same step on one rank alone.
 
     python3 bench/decode_step.py --machine h200x4                       the rows that have targets
     python3 bench/decode_step.py --machine h200x4 --batch 8 64          larger batches
     python3 bench/decode_step.py --machine h200x4 --scaling weak --kv 1048576
-    python3 bench/decode_step.py --backend host --kv 16384 --ranks 1 2 -- --layers 4    on processors
+    python3 bench/decode_step.py --backend host --kv 16384 --ranks 1 2 -- --layers 4    on CPUs
 
     efficiency   strong: time(1 rank) / (n time(n ranks)); weak: time(1 rank) / time(n ranks)
 
-Each length is measured as it is and with one key more, which leaves the shards uneven. Times are
-those of one of the model's layers: a step / its layers. Records go to
-decode_step-<machine>.jsonl; what follows `--` goes to the command.
+Each length is measured twice, the second time with one key more, which leaves the shards uneven.
+Times are those of one of the model's layers: a step / its layers. Records go to
+decode_step-<machine>.jsonl; arguments after `--` go to the command.
 """
 
 import argparse

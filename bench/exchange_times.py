@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What the exchange of states costs between GPUs: apart, beside NCCL's all-gather and a merge, and
-pushed from the epilogue of attention, beside the same in kernels of its own.
+"""The cost of exchanging states between GPUs: apart, beside NCCL's all-gather and a merge, and
+pushed from the epilogue of attention, beside the same in separate kernels.
 
     python3 bench/exchange_times.py --machine h200x2 --ranks 2
 
 Both are tables that tests print when LONGSPAN_TIME is set: captured graphs of dependent repetitions,
-and of each shape the variant that is faster. Microseconds are those added to what one GPU does.
-Records go to exchange-<machine>.jsonl.
+and for each shape the faster variant. Microseconds are those added to the time of one GPU. Records
+go to exchange-<machine>.jsonl.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import records
 
 APART, PUSHED = "tests/dist/dist_exchange_test", "tests/dist/dist_push_test"
 TESTS = {APART: "Exchange.Times", PUSHED: "PushTest.Times"}
-# Of four ranks: (tokens, heads) -> us added; apart, and pushed.
+# For four ranks: (tokens, heads) -> us added; apart, and pushed.
 TARGETS = {APART: {(1, 32): 3.8, (1, 64): 4.0, (4, 64): 5.1, (16, 64): 7.5, (64, 64): 13.0},
            PUSHED: {(1, 32): 2.5, (1, 64): 2.8, (4, 64): 4.0, (16, 64): 6.5}}
 NCCL, APART_KERNELS = "NCCL all_gather + merge", "kernels of their own"
@@ -56,7 +56,7 @@ def parse_apart(lines):
 
 
 def parse_pushed(lines):
-    """(shape, keys of a rank, us added, us added by kernels of their own)."""
+    """(shape, keys of a rank, us added, us added by separate kernels)."""
     pattern = (r"# *(\d+) x (\d+), \d+ ranks with (\d+) keys .*kernels of their own ([\d.]+) .*"
                r"pushed from the epilogue ([\d.]+)")
     return [((int(m[1]), int(m[2])), int(m[3]), float(m[5]), float(m[4]))

@@ -1,13 +1,13 @@
-"""What the plots look like. A function gets {name of a records file: its records}, filters what it
-can show, and returns a figure, or None if nothing is left. The title says the one point of the plot,
-with figures from the records; below it stand the machine, the setting and the date. A colour means
-the same in all plots.
+"""The style of the plots. A function gets {name of a records file: its records}, filters what it can
+show, and returns a figure, or None if nothing is left. The title states the one point of the plot,
+with figures from the records; below it are the machine, the setting and the date. A colour means the
+same in all plots.
 """
 
 import math
 import re
 
-# Okabe and Ito's colours, which stay apart for colour-blind eyes.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, SKY, RED, PINK, GREY = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#D55E00",
                                              "#CC79A7", "#999999")
 COLORS = {"longspan": BLUE, "cuDNN": ORANGE, "cuDNN (two parts)": ORANGE, "PyTorch": ORANGE,
@@ -33,14 +33,14 @@ def sheet(columns, width, height, **options):
 
 
 def say(figure, point, setting, rows=()):
-    """The title: the point, and below it what was measured and when."""
+    """The title: the point, and below it the measurement and its date."""
     dates = sorted({r["date"] for r in rows})
     when = f"; measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     figure.suptitle(f"{point}\n{setting}{when}", size=10, linespacing=1.5)
 
 
 def span(values):
-    """From the least to the greatest, as tests/snippets.py writes it."""
+    """From the least to the greatest, in the form of tests/snippets.py."""
     ends = [f"{value:.2f}" if value < 2 else f"{value:.1f}" for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
 
@@ -110,7 +110,7 @@ def bars(panel, rows, label, inside):
 
 
 def beside(panels, height, unit, label, inside):
-    """A figure of bars from {title of a panel: records}; panels without records are left out."""
+    """A figure of bars from {title of a panel: records}; panels without records are omitted."""
     panels = {name: [r for r in rows if r["peer"] in COLORS] for name, rows in panels.items()}
     panels = {name: rows for name, rows in panels.items() if rows}
     if not panels:
@@ -135,7 +135,7 @@ def beside(panels, height, unit, label, inside):
 
 
 def prefill(files):
-    """bf16 in no fixed order: the order has a kernel of its own (invariant-*)."""
+    """bf16 in no fixed order: the order has a separate kernel (invariant-*)."""
     (name, rows), = files.items()
     rows = [r for r in rows if r["peer"] in ("cuDNN", "FlashAttention-2")
             and r["case"]["dtype"] == "bf16" and not r["case"]["invariant"]]
@@ -224,7 +224,7 @@ def context_parallel(files):
 
 
 def decode_step(files):
-    """Speed-up over keys, a curve for each number of GPUs, for the lengths that all have."""
+    """Speed-up over keys, a curve for each number of GPUs, for the lengths common to all."""
     points = {name: {r["case"]["kv_len"]: r for r in rows if grows(r)} for name, rows in files.items()}
     points = {name: some for name, some in points.items() if some}
     if not points:
@@ -268,7 +268,7 @@ def grows(r):
 
 
 def exchange(files):
-    """us added against KB of states; a marker says which variant ran. Pushed steps have another peer."""
+    """us added against KB of states; a marker shows the variant. Pushed steps have another peer."""
     figure, panels = sheet(len(files), 1 + 3.9 * len(files), 4, sharey=True)
     shown = []
     for panel, (name, rows) in zip(panels, files.items()):
@@ -297,7 +297,7 @@ def exchange(files):
 
 
 def curve_of(case):
-    """What the points of one curve share: in weak scaling the keys of a rank."""
+    """The quantity common to the points of a curve: in weak scaling the keys of a rank."""
     keys = case["kv_len"]
     shared = {key: value for key, value in case.items()
               if key not in ("ranks", "scaling", "kv_len")}
@@ -307,7 +307,7 @@ def curve_of(case):
 
 
 def scaling(files):
-    """Of bench/scale.py: speed-ups by ranks, and where the time goes."""
+    """From bench/scale.py: speed-ups by ranks, and the parts of the time."""
     (name, rows), = files.items()
     rows = [r | {"curve": curve_of(r["case"])} for r in rows]
     points = [r for r in rows if r["metric"] == "efficiency"]
@@ -330,7 +330,7 @@ def scaling(files):
 
 
 def differences(curves):
-    """What is not the same in all of them, besides the number of keys."""
+    """The properties that differ among them, besides the number of keys."""
     names = dict.fromkeys(name for curve in curves for name in curve)
     return [name for name in names
             if name != "keys" and len({str(curve.get(name)) for curve in curves}) > 1]
@@ -359,8 +359,8 @@ def speed_ups(panel, kind, points):
 
 
 def time_split(rows):
-    """The first curve of the most keys, a case with the values of its metrics for each number of
-    ranks; those whose records lack the shares of the phases are left out."""
+    """The first curve of the most keys: a case with the values of its metrics for each number of
+    ranks. Records without the shares of the phases are omitted."""
     most = max((r["curve"] for r in rows), key=lambda curve: curve["keys"])
     found = {}
     for r in rows:

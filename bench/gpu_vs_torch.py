@@ -4,11 +4,11 @@
     python3 bench/gpu_vs_torch.py --machine h200 [--sweep]
 
 Ours is `bench_serving --section layer`: the layer of one rank on contiguous keys. Both sides are
-captured in graphs of several calls and go over inputs larger than L2; they are measured in turns,
-and a figure is the median of the rounds. Bytes are those of the keys and values. The ceiling is
-PyTorch's sum over 4 GiB in the same run. `--sweep` adds what has no peer: pages, fp8 and several
-new tokens, each beside our own plain time. Records go to decode-<machine>.jsonl.
-Prefill has a script of its own, prefill_vs_torch.py.
+captured in graphs of several calls over inputs larger than L2. They are measured in turns, and a
+figure is the median of the rounds. Bytes are those of the keys and values. The ceiling is PyTorch's
+sum over 4 GiB in the same run. `--sweep` adds cases without a peer: pages, fp8 and several new
+tokens, each beside our own plain time. Records go to decode-<machine>.jsonl. For prefill see
+prefill_vs_torch.py.
 """
 
 import argparse
@@ -24,8 +24,8 @@ import torch_gpu
 
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 BEYOND_CACHE = 240e6  # bytes; as bench_serving
-# Rows of bench_serving's table: (heads, kv_heads, batch, keys; 0: ragged), speed asked of ours
-# relative to cuDNN's. 1.01 of its time is within the spread between runs and counts as equal.
+# Rows of bench_serving's table: (heads, kv_heads, batch, keys; 0: ragged), target speed relative to
+# cuDNN's. 1.01 of its time is within the spread between runs and counts as equal.
 EQUAL = 0.99
 ROWS = [((32, 8, 1, 131072), EQUAL), ((64, 8, 1, 131072), EQUAL), ((32, 8, 8, 32768), EQUAL),
         ((32, 8, 32, 4096), EQUAL), ((8, 1, 16, 65536), 1.01), ((64, 8, 1, 524288), EQUAL),
@@ -61,7 +61,7 @@ def shape_of(line, **more):
 
 
 def compare(args, row, ceiling):
-    """Records of one row: beside the peers, the ceiling, and in microseconds where that is asked."""
+    """Records of one row: beside the peers, the ceiling, and in microseconds with a target."""
     case, target = ROWS[row]
     ours, peers = [], {}
     for _ in range(args.rounds):  # in turns
@@ -95,7 +95,7 @@ def compare(args, row, ceiling):
     return found
 
 
-# What has no peer: options of bench_serving beside the plain case, and how fast it has to be
+# Cases without a peer: options of bench_serving beside the plain case, and the target speed
 # relative to it.
 SWEEP = [("decode", ["--page", "16"], 0.97), ("decode", ["--page", "1"], 0.83),
          ("decode", ["--page", "16", "--kv-dtype", "e4m3"], 1.75),

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Processors: paged, x-packed and fp8 attention of the serving kernels beside the layer on
-contiguous keys of the product's type, for the same work in one process, in turns.
+"""CPUs: paged, x-packed and fp8 attention of the serving kernels beside the layer on contiguous
+keys of the product's type, for the same work in one process, in turns.
 
     python3 bench/host_serving.py
 
-A ratio is the best time of the layer against the best of ours; bench_serving also holds a sample of
-every result against float64. Records go to {seeds,chunked}-<machine>.jsonl (segmented
-decode and chunked prefill).
+A ratio is the best time of the layer against the best of ours; bench_serving also compares a sample
+of every result with float64. Records go to {seeds,chunked}-<machine>.jsonl (segmented decode and
+chunked prefill).
 """
 
 import argparse

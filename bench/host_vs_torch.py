@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Processors: `longspan run` in one process beside PyTorch's scaled_dot_product_attention.
+"""CPUs: `longspan run` in one process beside PyTorch's scaled_dot_product_attention.
 
     python3 -m venv .venv && .venv/bin/pip install torch
     .venv/bin/python bench/host_vs_torch.py
 
-Both sides have the same cores and are measured in turns; a side's figure is the best time of all
-rounds, so that other work on the machine weighs little. Prefill counts 4 heads kv^2 dim operations,
-half of them when causal, and is in TFLOP/s. Decode counts the bytes of keys and values once, and is
-in GB/s; beside it stands the speed at which the same threads read memory in the same turns: the
-better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has that alone.
-bf16 prefill has bf16_products. With --only ranks: 2 and 4 ranks beside one with the same cores.
-Records go to host-<machine>.jsonl.
+Both sides use the same cores and are measured in turns. The figure of a side is the best time of
+all rounds, so that other work on the machine matters little. Prefill counts 4 heads kv^2 dim
+operations, half of them when causal, and is in TFLOP/s. Decode counts the bytes of keys and values
+once, and is in GB/s. Beside it is the speed at which the same threads read memory in the same
+turns: the better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has only that
+peer. bf16 prefill uses bf16_products. With --only ranks: 2 and 4 ranks beside one with the same
+cores. Records go to host-<machine>.jsonl.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def decode_cases(threads):
 
 
 def best(run, iterations):
-    """The best time of some runs, after one that warms up."""
+    """The best time of some runs, after one to warm up."""
     times = []
     for _ in range(iterations + 1):
         start = time.perf_counter()
@@ -73,7 +73,7 @@ def best(run, iterations):
 
 
 class Memory:
-    """How fast threads read more memory than a cache has. Either operation may be held up by its own
+    """How fast threads read more memory than a cache holds. Each operation may be limited by its own
     arithmetic, so the better one counts."""
 
     def __init__(self):
@@ -120,7 +120,7 @@ def compare(args, case):
     work = 4 * HEADS * case["tokens"] * case["kv_len"] * case["dim"] / (2 if case["causal"] else 1)
     bytes_read = 2 * case["kv_heads"] * case["kv_len"] * case["dim"] * BYTES[case["dtype"]]
     amount, metric = (bytes_read / 1e9, "GB/s") if decode else (work / 1e12, "TFLOP/s")
-    # Short runs are repeated, for about as long as the long ones take.
+    # Short runs are repeated for about the time of the long ones.
     iterations = max(args.iterations, min(200, int(2e9 / work if not decode else 1e9 / bytes_read)))
     sides = {}
 

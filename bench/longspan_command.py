@@ -1,4 +1,4 @@
-"""Starts `longspan run`, or another command that has --json, and reads the record that it writes."""
+"""Starts `longspan run`, or another command with --json, and reads its record."""
 
 import json
 import os
@@ -44,13 +44,13 @@ def parse(parser):
 
 def environment():
     env = dict(os.environ)
-    if os.geteuid() == 0:  # Open MPI asks twice before it runs as root
+    if os.geteuid() == 0:  # Open MPI needs both to run as root
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return env
 
 
 def run(command, arguments, ranks=1, launcher=MPIRUN, what=("run",)):
-    """The JSON record of one `longspan run`, or of what else; one rank is started without the
+    """The JSON record of one `longspan run`, or of another command; one rank is started without the
     launcher."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "run.json"

@@ -4,8 +4,8 @@
     python3 bench/model_vs_torch.py --machine h200x2 --ranks 2
 
 The model is a stack of Llama's layers (RMSNorm, rotary positions, attention by F.scaled_dot_product_attention,
-SwiGLU) in bf16 with random weights, whole on every GPU; its forward is the same code under both, and alone on one
-GPU. torchrun starts the ranks, and each side is measured once in a round, in turns. What both give is compared with
+SwiGLU) in bf16 with random weights, whole on every GPU. Its forward is the same code under both, and alone on one
+GPU. torchrun starts the ranks, and each side is measured once in a round, in turns. Both results are compared with
 the model on one GPU: the largest difference over the largest magnitude. Records go to model-<machine>.jsonl.
 """
 
@@ -19,7 +19,7 @@ import sys
 import records
 
 LAYERS, DIM = 4, 128
-WITHIN = 0.05  # of the largest output: bf16 through four layers, by kernels that round elsewhere
+WITHIN = 0.05  # of the largest output: bf16 through four layers, by kernels that round at other places
 
 
 def arguments():
@@ -143,7 +143,7 @@ def rank(args):
             shape = (*map(int, pair.split("/")), tokens)
             found = judge(args, shape, *measure(shape))
             torch.cuda.empty_cache()
-            if dist.get_rank() == 0:  # kept from case to case: a later one may have no memory
+            if dist.get_rank() == 0:  # kept from case to case: later there may be no memory for it
                 records.write("model", args.machine, found, args.results)
     torch_gpu.leave()
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""All that is tested and measured on several GPUs, one part after the other.
+"""All tests and measurements on several GPUs, one part after the other.
 
     python3 bench/on_gpus.py --machine h200x4 --ranks 4 --results bench/results
     python3 bench/on_gpus.py --machine h200x2 --ranks 2 --parts keys prefill
 
-Every part has a limit of its own, past which it is ended, with all that it started. Its output goes to
-<logs>/<part>.log, and a line says how long it took and how it ended. Exits with 1 if a part failed. Parts
-stand in the order in which a machine that is lent for half an hour should do them.
+Every part has its own limit, past which it is ended, with all that it started. Its output goes to
+<logs>/<part>.log, and a line reports its time and its result. Exits with 1 if a part failed. The order of
+the parts suits a machine that is lent for half an hour.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BENCH = pathlib.Path(__file__).resolve().parent
 
 
 def parts(args):
-    """(name, limit in seconds, what is set in the environment, command line)"""
+    """(name, limit in seconds, variables set in the environment, command line)"""
     ranks = str(args.ranks)
     both = ["--ranks", "1", ranks]
     asked = {"LONGSPAN_TEST_DEVICE": "cuda", "LONGSPAN_SOAK": "1000000"}  # of soaks
@@ -43,7 +43,7 @@ def parts(args):
         return [*shlex.split(longspan_command.MPIRUN.format(ranks=ranks)), str(program), "--gtest_filter=*Soak*"]
 
     def decode(*kv, options=()):
-        # What it finds is checked in one layer: float64 on the host takes longer than the rest.
+        # Results are checked in one layer: float64 on the host takes longer than the rest.
         return bench("decode_step", "--ranks", ranks, "--kv", *kv, "--", "--check", "1", *options)
 
     def prefill(*options):
@@ -88,7 +88,7 @@ def parts(args):
 
 
 def run(command, limit, env, log):
-    """The exit status of a command, or None where its time was over."""
+    """The exit status of a command, or None past its limit."""
     with log.open("w") as output:
         print(shlex.join(command), file=output, flush=True)
         process = subprocess.Popen(command, env=longspan_command.environment() | env, stdout=output,
@@ -97,7 +97,7 @@ def run(command, limit, env, log):
             return process.wait(limit)
         except subprocess.TimeoutExpired:
             return None
-        finally:  # of a part that ended by itself nothing is left, and nothing is ended
+        finally:  # a part that ended by itself leaves nothing to end
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -25,7 +25,7 @@ struct Sizes {
   DType dtype = bf16;
 };
 
-/// What decode and chunked prefill share: queries, lengths, output, workspace.
+/// Common to decode and chunked prefill: queries, lengths, output, workspace.
 class Problem {
  public:
   Problem(Device device, Sizes sizes, const CacheShape& shape, std::int64_t cached,
@@ -52,7 +52,7 @@ class Problem {
     args.dtypes.compute = size.dtype;
     args.mask = {.causal = true, .window = window_};
   }
-  /// With the workspace that the call asks for, full of NaN.
+  /// With the workspace that the call needs, full of NaN.
   template <class Args>
   void finish(const ServingOps& ops, Args& args) {
     workspace_ = Buffer(q.view.device, ops.workspace_bytes(args));
@@ -130,7 +130,7 @@ class Problem {
   Buffer workspace_;
 };
 
-/// Decode: all keys, the new tokens' too, lie in the cache.
+/// Decode: all keys, the new tokens' too, are in the cache.
 class Decode : public Problem {
  public:
   Decode(Device device, const ServingOps& ops, Sizes sizes, const CacheShape& shape,
@@ -151,7 +151,7 @@ class Decode : public Problem {
   SegmentedAttention args_;
 };
 
-/// Chunked prefill: the context lies in the cache, the new keys lie as the queries do.
+/// Chunked prefill: the context is in the cache, the new keys have the layout of the queries.
 class Chunk : public Problem {
  public:
   Chunk(Device device, const ServingOps& ops, Sizes sizes, const CacheShape& shape)

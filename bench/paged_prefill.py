@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What pages cost chunked prefill on one GPU: `context_attention` over a cache in pages whose order
-is permuted, beside `longspan run` over contiguous keys, for the same new tokens.
+"""The cost of pages in chunked prefill on one GPU: `context_attention` over a cache in pages in
+permuted order, beside `longspan run` over contiguous keys, for the same new tokens.
 
     python3 bench/paged_prefill.py --machine h200
 

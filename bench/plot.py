@@ -10,7 +10,7 @@ of other records, beside them.
                                                              out.svg and out-best.svg beside it
 
 Needs matplotlib. Text stays text in the SVG, and the same records give the same bytes. A plot
-carries a digest of its records, by which tests/plots_test.py sees that it is out of date.
+carries a digest of its records, by which tests/plots_test.py finds plots that are out of date.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import figures
 import records
 import strategy_figures
 
-# Plot, the records it shows, who draws it. * is a machine; one of the files is enough.
+# Plot, the records it shows, its function. * is a machine; one of the files is enough.
 PLOTS = [
     ("scale-*", ["scale-*"], figures.scaling),
     ("prefill-*", ["prefill-*"], figures.prefill),
@@ -38,10 +38,10 @@ PLOTS = [
     ("strategies-*", ["strategies-*", "auto-*"], strategy_figures.strategies),
     ("best-*", ["strategies-*", "auto-*"], strategy_figures.best),
 ]
-# What the documents show, of the records in bench/results.
+# The plots in the documentation, from the records in bench/results.
 SHOWN = ["prefill-h200", "chunked-h200", "decode-h200", "decode_step-h200x2", "context_parallel-h100x2", "host-cpu",
          "exchange-h200", "best-h200x2", "best-cpu"]
-# Of a file of `longspan bench scale --json`: what follows its name, who draws it.
+# For a file of `longspan bench scale --json`: the suffix of its name, the plot's function.
 OF_SCALE = [("", strategy_figures.strategies), ("-best", strategy_figures.best)]
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "longspan", "figure.constrained_layout.use": True,
          "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False,
@@ -49,7 +49,7 @@ STYLE = {"svg.fonttype": "none", "svg.hashsalt": "longspan", "figure.constrained
 
 
 def sources(folder=records.RESULTS):
-    """{plot: (its files of records that exist, who draws it)}"""
+    """{plot: (its existing files of records, its function)}"""
     stems, found = sorted(path.stem for path in pathlib.Path(folder).glob("*.jsonl")), {}
     for plot, patterns, function in PLOTS:
         for pattern in patterns:
@@ -62,7 +62,7 @@ def sources(folder=records.RESULTS):
 
 
 def stamp(files):
-    """What a plot says of its records; the bytes of a file are what is hashed."""
+    """The digest of a plot's records: a hash of the bytes of their files."""
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
     return f"bench/plot.py: {' '.join(path.name for path in files)} {digest}"
 
@@ -73,7 +73,7 @@ def read(path):
 
 
 def draw(name, files, function, folder):
-    """The path of the plot; None if the records have nothing that it shows."""
+    """The path of the plot; None if the records have nothing for it."""
     import matplotlib
     matplotlib.use("Agg")
     with matplotlib.rc_context(STYLE):
@@ -90,7 +90,7 @@ def draw(name, files, function, folder):
 
 
 def draw_scale(path, folder):
-    """The plots of what `longspan bench scale` wrote; those that it has nothing for are left out."""
+    """The plots of a file of `longspan bench scale`, without those that it has nothing for."""
     try:
         read(path)["rows"][0]["phase"]
     except OSError as error:

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""What features of prefill cost on one GPU: `longspan run` beside itself without them.
+"""The cost of features of prefill on one GPU: `longspan run` beside itself without them.
 
     python3 bench/prefill_features.py --machine h200
 
 A group is one case without and with features. Its runs take turns, round after round, each warmed up
-with its own work (see rounds.py); a ratio of speeds is the median of the rounds' ratios.
-Operations are 4 heads dim for each pair of a row and a key that it sees, so a window that took just
-its share of the time of all keys would have the ratio 1, and so would a packed batch of uneven
-lengths that ran like equal ones of the same work. The inputs' scores are of order 1: a cap of 50 is
-never near, a cap of 2 nearly always. Records go to features-<machine>.jsonl after each
-round.
+with its own work (see rounds.py). A ratio of speeds is the median of the rounds' ratios. Operations
+are 4 heads dim for each pair of a row and a key that it sees. So the ratio 1 means, for a window,
+the time of its share of the keys; for a packed batch of uneven lengths, the speed of equal ones with
+the same work. The inputs' scores are of order 1: a cap of 50 is never reached, a cap of 2 nearly
+always. Records go to features-<machine>.jsonl after each round.
 """
 
 import argparse
@@ -24,7 +23,7 @@ LENGTHS_TARGET = 0.9   # of equal lengths
 WINDOWED = (8, 8, 128, 65536)
 WINDOW = 4096
 PACKED = (32, 8, 128, 16384)
-SEQUENCES = 16  # of lengths from 1 to the case's, in an order that is nobody's
+SEQUENCES = 16  # of lengths from 1 to the case's, in a shuffled order
 
 
 def uneven(most):
@@ -34,7 +33,7 @@ def uneven(most):
 
 
 def equal(lengths):
-    """As much causal work in as many tokens, as nearly as equal lengths can."""
+    """The same causal work in the same tokens, as nearly as equal lengths allow."""
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     count = max(1, round(tokens * tokens / squares))
     return [round((squares / count) ** 0.5)] * count

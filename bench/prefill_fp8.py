@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Products of fp8 in prefill on one GPU: `longspan run --fp8-products` beside bf16, and how far both
-ways of taking e4m3 are from float64.
+"""Products of fp8 in prefill on one GPU: `longspan run --fp8-products` beside bf16, and the error of
+both ways to use e4m3 against float64.
 
     python3 bench/prefill_fp8.py --machine h200
 
@@ -13,8 +13,8 @@ and all of them as `by_head`. Kinds of inputs:
     order 1            q, k, v normal
     outlier dims       four dims of k and v times 20
     rare outliers      one element of a thousand of q, k, v with normal numbers times 10 added
-    values in common   v is 1 with normal numbers times 1/4 added, scores are small: what a sum that
-                       keeps few bits loses over many keys shows here
+    values in common   v is 1 with normal numbers times 1/4 added, scores are small: shows what a
+                       sum that keeps few bits loses over many keys
 
 Records go to fp8-<machine>.jsonl. Without numpy the accuracy is left out.
 """
@@ -42,11 +42,11 @@ class Run(prefill_runs.Run):
         if stored:
             self.shape |= {"qkv_dtype": stored, "fp8_products": args.backend == "cuda"}
             self.options += ["--qkv-dtype", stored]
-            if args.backend == "cuda":  # processors refuse it; a try of this script goes without
+            if args.backend == "cuda":  # CPUs refuse it; a trial of this script runs without
                 self.options += ["--fp8-products"]
 
     def measure(self, args, checked):
-        # `longspan run` judges by what 16 bits allow; how far off e4m3 is, is measured below.
+        # `longspan run` judges by the bounds of 16 bits; the error of e4m3 is measured below.
         super().measure(args, checked and "qkv_dtype" not in self.shape)
 
 

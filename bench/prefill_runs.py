@@ -1,5 +1,5 @@
-"""Runs of prefill on one GPU that are held against each other: the sides of a group take turns, round
-after round, and a ratio of speeds is the median of the rounds' ratios.
+"""Runs of prefill on one GPU that are compared with each other: the sides of a group take turns,
+round after round, and a ratio of speeds is the median of the rounds' ratios.
 
 Operations are 4 heads dim for each pair of a row and a key that it sees."""
 
@@ -21,7 +21,7 @@ def visible_pairs(length, causal, window=0):
 
 
 class Run:
-    """One side: its options, what its record says, its work, and its times, one a round."""
+    """One side: its options, its part of the record, its work, and its times, one a round."""
 
     def __init__(self, case, causal, lengths, target=None, **feature):
         heads, kv_heads, dim, kv = case
@@ -48,7 +48,7 @@ class Run:
 
 
 class Group:
-    """The first run is what the others are held against."""
+    """The others are compared with the first run."""
 
     def __init__(self, name, runs, bench="features"):
         self.name, self.runs, self.bench = name, runs, bench

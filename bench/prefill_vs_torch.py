@@ -3,13 +3,13 @@
 
     python3 bench/prefill_vs_torch.py --machine h200
 
-The kernels are measured in turns, round after round over the whole table, so that a chip that is
-limited by power or heat treats all alike: each measurement first keeps the GPU busy for
-rounds.WARM_S with the same work, then takes the median of 7 calls or more. A ratio is the median of
-the rounds' ratios (within a round both sides ran within seconds of each other). Operations: 4 heads
-kv^2 dim, half of them when causal. Our time is that of a whole run of the layer on one rank, which
-waits for each run; the peers' calls are queued ahead. With --seconds no round is begun that would
-end later. Records go to prefill-<machine>.jsonl after each round.
+The kernels are measured in turns, round after round over the whole table, so that a chip limited by
+power or heat treats all alike. Each measurement first keeps the GPU busy for rounds.WARM_S with the
+same work, then takes the median of 7 calls or more. A ratio is the median of the rounds' ratios
+(within a round both sides ran within seconds of each other). Operations: 4 heads kv^2 dim, half of
+them when causal. Our time is that of a whole run of the layer on one rank, which waits for each
+run; the peers' calls are queued ahead. With --seconds no round begins that would end later. Records
+go to prefill-<machine>.jsonl after each round.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def peer_us(case, causal):
             except RuntimeError as error:
                 print(f"# {name} does not take {case}: {str(error).splitlines()[0][:80]}")
                 continue
-            slow = 2 if name == "FlashAttention-2" else 1  # the same time of warming up
+            slow = 2 if name == "FlashAttention-2" else 1  # the same warm-up time
             for _ in range(max(3, warmup // slow)):
                 work()
             marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))

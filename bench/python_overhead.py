@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a Python call costs more than the same call in C++: small arrays, on one rank.
+"""The added cost of a Python call over the same call in C++: small arrays, on one rank.
 
-A step of attention over a few keys takes microseconds itself, so the difference of two such times is
-what the binding takes: reading the arrays, finding the layer, making the result. Both are measured in
-this process, in turn: the call in C++ is timed by the extension module, over the same layer.
+A step of attention over a few keys itself takes microseconds, so the difference of two such times is
+the cost of the binding: to read the arrays, find the layer, and make the result. Both are measured in
+this process, in turn: the extension module times the call in C++, over the same layer.
 
-    python3 bench/python_overhead.py [--results bench/results]                on processors
+    python3 bench/python_overhead.py [--results bench/results]                on CPUs
     python3 bench/python_overhead.py --backend cuda --machine h200            on a GPU: of queueing it
 """
 
@@ -45,7 +45,7 @@ def case_arrays(kind, backend):
 
 
 def finish(backend):
-    """What is queued is done, so that the queue is never full."""
+    """Waits for queued work, so that the queue is never full."""
     if backend == "cuda":
         import torch
         torch.cuda.synchronize()
@@ -61,7 +61,7 @@ def microseconds(call, repeats, backend):
 
 
 def operator_cases(q, k, v, comm):
-    """The same by way of torch's dispatcher, and by the functions that call it."""
+    """The same through torch's dispatcher, and through the functions that call it."""
     import torch
     from longspan.torch import ContextParallelAttention, scaled_dot_product_attention
     from longspan.torch._groups import name_of
@@ -98,7 +98,7 @@ def measure(kind, backend, machine, results):
     for name, call in cases.items():
         call()
         python, cpp = [], []
-        for _ in range(101):  # in turn, so that what else the machine does meets both
+        for _ in range(101):  # in turn, so that other work of the machine affects both
             python.append(microseconds(call, 100, backend))
             cpp.append(_core.time_attend(q, k, v, out, 100))
         more = statistics.median(a - b for a, b in zip(python, cpp))

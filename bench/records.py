@@ -1,12 +1,11 @@
 """Measured records: one JSON line per case in <bench>-<machine>.jsonl, and the same as a table for
 people in <bench>-<machine>.csv. bench/tables.py writes the tables anew.
 
-Whoever measures gets the records in a folder of their own, build/results. Those in bench/results are
-the project's: the README's and the docs' figures are generated from them and from nothing else, and
-`--results bench/results` writes there. A record says what was measured, against what, on which
-machine, and the command that measured it. A later measurement of the same case takes the place of
-the earlier one. A target is the ratio, or the figure, that the project asked for before it measured:
-met says whether it was reached, and is null where there is none.
+Records go to build/results by default. Those in bench/results are the project's: the figures of the
+README and the docs are generated only from them, and `--results bench/results` writes there. A
+record has the case, its peer, the machine, and the command that measured it. A later measurement of
+the same case replaces the earlier one. A target is the ratio, or the figure, that the project set
+before it measured: met tells whether it was reached, and is null without a target.
 """
 
 import csv
@@ -34,9 +33,9 @@ def add_arguments(parser):
 
 def record(bench, case, metric, ours, *, peer=None, peer_value=None, ratio=None, target=None,
            command=None, less_is_better=False, machine=None):
-    """`ratio` is ours against the peer (above 1 is better); `target` is for the ratio, or for
-    `ours` where there is no peer, which must then reach it: from above if `less_is_better`.
-    `machine` is what host_machine() says, where processors were measured."""
+    """`ratio` is ours against the peer (above 1 is better). `target` is for the ratio, or without a
+    peer for `ours`, which must then reach it: from above if `less_is_better`. `machine` is
+    host_machine(), for measurements on CPUs."""
     judged = ours if ratio is None else ratio
     below = less_is_better and ratio is None
     made = {"bench": bench, "case": case, "metric": metric, "ours": ours, "peer": peer,
@@ -52,8 +51,8 @@ def case_key(r):
 
 
 def write(bench, machine, records, folder=OWN_RESULTS, key=case_key):
-    """Puts the records into the file, each in the place of an older one of the same case; or of the
-    same key(record), where a case says what the measurement found."""
+    """Puts the records into the file. Each replaces an older one of the same case, or of the same
+    key(record) where a case includes findings of the measurement."""
     path = pathlib.Path(folder) / f"{bench}-{machine}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {}
@@ -65,7 +64,7 @@ def write(bench, machine, records, folder=OWN_RESULTS, key=case_key):
 
 
 def table(rows):
-    """The records as CSV: a column for each word of a case. The command stands in the JSON line alone."""
+    """The records as CSV: a column for each word of a case. Only the JSON line has the command."""
     rows = [{**r["case"], **{key: r[key] for key in FIGURES}} for r in rows]
     made = io.StringIO()
     writer = csv.DictWriter(made, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
@@ -83,7 +82,7 @@ def read(path):
 
 
 def host_machine(command=None, **libraries):
-    """The processor that a figure holds for: its name, the cores that this process may use, memory,
+    """The CPU that a figure holds for: its name, the cores that this process may use, memory,
     the instruction set that `longspan info` names, and versions of libraries by name."""
     model = platform.processor() or platform.machine()
     memory = None

@@ -1,5 +1,5 @@
-"""Cases on one GPU that take turns, round after round, so that a chip that is limited by power or
-heat treats all alike; the records are written after each round."""
+"""Cases on one GPU that take turns, round after round, so that a chip limited by power or heat
+treats all alike; the records are written after each round."""
 
 import time
 
@@ -40,7 +40,7 @@ def run_us(args, work, checked, options):
 
 
 def take_turns(args, bench, items, heading):
-    """An item has measure(args, number of the round), records() and lines(), what is printed."""
+    """An item has measure(args, number of the round), records() and lines() for printing."""
     begin, found = time.monotonic(), []
     for number in range(args.rounds):
         spent = time.monotonic() - begin

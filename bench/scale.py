@@ -2,7 +2,7 @@
 """How `longspan run` scales: the same problem on more ranks (strong), and a problem that grows with
 them (weak).
 
-    python3 bench/scale.py                                  on processors, one thread for each rank
+    python3 bench/scale.py                                  on CPUs, one thread for each rank
     python3 bench/scale.py --backend cuda --heads 32 --kv-heads 8 --dim 128 --dtype bf16 \\
         --kv 131072 1048576 --machine h200x4                on GPUs
     python3 bench/scale.py --tokens kv -- --shard-queries --shard zigzag --causal
@@ -11,8 +11,8 @@ them (weak).
     speed-up     speed(n ranks) / speed(1 rank): in strong scaling, time(1) / time(n)
     efficiency   speed-up / n
 
-Prints a table and writes records (scale-<machine>.jsonl in build/results, or where --results says),
-from which bench/plot.py draws. What follows `--` goes to `longspan run`.
+Prints a table and writes records (scale-<machine>.jsonl in build/results, or in the folder of
+--results), from which bench/plot.py draws. Arguments after `--` go to `longspan run`.
 """
 
 import argparse

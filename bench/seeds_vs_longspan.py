@@ -3,18 +3,18 @@
 
     python3 bench/seeds_vs_longspan.py --machine h200 --seeds FOLDER/seeds_triton.py
 
-runs bench_serving, the script of the Triton kernels (which is no part of this project; it writes
+runs bench_serving, the script of the Triton kernels (which is not part of this project; it writes
 its figures to $OUT/seeds_triton.jsonl), and bench_serving again. Ours is the mean of the two
-medians, so that neither side gains from when it ran. Peers are measured by the script: the kernel as
-it ships, at the best tile and number of segments that it tries, cuDNN and FlashAttention-2 on
-contiguous keys. A result that is wrong, or a case that fails, is told and leaves no record.
+medians, so that neither side gains from its place in time. The script measures the peers: the kernel
+as it ships, at the best tile and number of segments that it tries, and cuDNN and FlashAttention-2 on
+contiguous keys. A wrong result or a failed case is reported and leaves no record.
 
     merge     TB/s read and written; target: of a copy's bandwidth in the same run
     seeds     segmented decode, TB/s of keys and values
     chunked   chunked prefill over pages of 16, TFLOP/s
 
-Records go to {merge,seeds,chunked}-<machine>.jsonl. `--sweep` adds decode over other
-pages, fp8, several new tokens and a window (no peer).
+Records go to {merge,seeds,chunked}-<machine>.jsonl. `--sweep` adds decode over other pages, fp8,
+several new tokens and a window (no peer).
 """
 
 import argparse
@@ -70,7 +70,7 @@ def identity(line):
 
 
 def both(runs):
-    """Each case at the mean time of its runs, with how far apart they were."""
+    """Each case with the mean time of its runs, and their spread."""
     cases = {}
     for line in (line for lines in runs for line in lines):
         cases.setdefault(identity(line), []).append(line)
@@ -167,7 +167,7 @@ def compare(runs, seeds, sweep):
     table = Table()
     lines = list(both(runs))
     copy = max((line["tb_s"] for line in lines if line["section"] == "copy"), default=None)
-    kernel = torch_copy()  # a TMA is slower than a kernel: the better of both is the ceiling
+    kernel = torch_copy()  # TMA is slower than a kernel: the better of both is the ceiling
     copy = max(filter(None, (copy, kernel)), default=None)
     if copy is not None:
         print(f"# copy {copy:.3f} TB/s read + written")

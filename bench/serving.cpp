@@ -1,14 +1,14 @@
 // Times the serving kernels (serving.hpp) on one device and prints a line of JSON for each case:
 //
 //     bench_serving                          on the GPU: copy, merge, decode, chunked
-//     bench_serving --device host            the same on processors: bring patience, or --tiny
+//     bench_serving --device host            the same on CPUs: slow without --tiny
 //     bench_serving --section layer          decode of the layer on contiguous keys, on the GPU
 //     bench_serving --device host --section plain
 //                                            paged attention beside the layer on contiguous keys
 //
-// Bytes count once each (merge: read and written; decode: keys and values only), operations of
+// Bytes count once each (merge: read and written; decode: keys and values only). Operations of
 // chunked prefill are 4 heads dim (new context + new^2 / 2) a sequence. A sample of every result is
-// held against float64 ("right"); where one is wrong or a case throws ("error") the status is 5.
+// compared with float64 ("right"). Where one is wrong or a case throws ("error") the status is 5.
 #include "bench/serving.hpp"
 
 #include <CLI/CLI.hpp>

@@ -1,4 +1,4 @@
-// What the sections of bench_serving share: what is asked for, and how a case becomes a line.
+// Common to the sections of bench_serving: the options, and the line of a case.
 #pragma once
 
 #include <algorithm>
@@ -45,10 +45,10 @@ struct DecodeRow {
 /// `launches` calls in a graph, replayed as often as the settings allow.
 Effort effort(const Settings& s, int launches);
 
-/// A line for a case, with what its judge found.
+/// A line for a case, with its judge's result.
 void print(Json line, const Times& t, const Judge* judge, DType dtype);
 
-/// One case; what it throws is one line, with what the case is about, and costs that case only.
+/// One case; an exception becomes one line, with the case, and costs only that case.
 void attempt(const Json& about, const std::function<void()>& one);
 
 /// In units of 1e12 a second.

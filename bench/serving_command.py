@@ -24,7 +24,7 @@ def parse(parser):
 
 
 def run(command, *arguments):
-    """The JSON lines of bench_serving whose results are right; the others are told."""
+    """The JSON lines of bench_serving with right results; the others are reported."""
     done = subprocess.run([command, *arguments], capture_output=True, text=True)
     lines = [json.loads(text) for text in done.stdout.splitlines()]
     good = [line for line in lines if "error" not in line and line.get("right") is not False]

@@ -1,4 +1,4 @@
-// Decode of the layer over contiguous keys, in the cases that its peers are timed in.
+// Decode of the layer over contiguous keys, in the cases of its peers.
 #include <cmath>
 #include <optional>
 #include <vector>
@@ -13,8 +13,8 @@ constexpr DecodeRow kLayer[] = {{32, 8, 1, 131072}, {64, 8, 1, 131072}, {32, 8, 
                                 {32, 8, 1, 1024},   {32, 8, 1, 8192},   {32, 8, 64, 0}};
 constexpr std::int64_t kMostRagged = 32768;
 
-/// One rank's layer over contiguous keys [batch, capacity]. What fits in the cache is one of
-/// several copies in turn, so that every call reads from memory.
+/// One rank's layer over contiguous keys [batch, capacity]. Inputs that fit in the cache are
+/// several copies, used in turn, so that every call reads from memory.
 class LayerDecode {
  public:
   LayerDecode(const Settings& s, const DecodeRow& row)

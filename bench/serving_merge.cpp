@@ -1,4 +1,4 @@
-// A plain copy, and the merge of two outputs that has to keep up with it.
+// A plain copy, and the merge of two outputs, which has to keep up with it.
 #include "bench/serving.hpp"
 
 #include <cmath>
@@ -96,7 +96,7 @@ struct MergeSet {
 void merge(const Settings& s, const ServingOps& ops, DType dtype, MergeRow row) {
   const double rows = static_cast<double>(row.tokens) * row.heads;
   const double bytes = 3 * rows * (MergeSet::kDim * size_of(dtype) + sizeof(float));
-  // What fits in the cache is measured there, as a model's layer finds it.
+  // Inputs that fit in the cache are measured there, as in a model's layer.
   const bool in_cache = bytes < kInCache;
   const int count = in_cache || s.tiny ? 1 : static_cast<int>(std::ceil(kBeyondCache / bytes));
   std::vector<MergeSet> sets;

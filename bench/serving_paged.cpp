@@ -5,7 +5,7 @@
 namespace longspan::bench {
 namespace {
 
-/// The rows of a table over every asked kind of cache.
+/// The rows of a table over every requested kind of cache.
 template <class Row, std::size_t kRows, class Case>
 void over_caches(const Settings& s, const char* section, const Row (&rows)[kRows],
                  const Case& one) {

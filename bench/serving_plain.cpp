@@ -1,4 +1,4 @@
-// Paged attention beside the layer on contiguous keys, on processors.
+// Paged attention beside the layer on contiguous keys, on CPUs.
 #include "bench/paged.hpp"
 #include "bench/serving.hpp"
 

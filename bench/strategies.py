@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Every strategy on several ranks, and whether "auto" takes the fastest one.
+"""Every strategy on several ranks, and whether "auto" chooses the fastest one.
 
-    python3 bench/strategies.py --results bench/results              on processors
+    python3 bench/strategies.py --results bench/results              on CPUs
     python3 bench/strategies.py --backend cuda --machine h200x4 ...  on GPUs
 
-`longspan calibrate` measures the constants of the cost model first, into a file of this run. Then
-`longspan bench scale` measures prefill, chunks and decode of a grid of lengths, heads and groups by every
-strategy that serves, and `longspan run` documents packed into one batch, all checked against float64. Two files
-of records:
+First `longspan calibrate` measures the constants of the cost model, into a file of this run. Then `longspan
+bench scale` measures prefill, chunks and decode of a grid of lengths, heads and groups by every supported
+strategy. `longspan run` measures documents packed into one batch. All are compared with float64. Two files of
+records:
 
     strategies-<machine>   efficiency of each strategy against one rank, the phases' shares of its time, bytes
                            received against the formula
     auto-<machine>         the time of auto's choice against that of the fastest strategy, for each problem: of those
                            that auto may take there, and of all, which may give other bits
 
-All of it is measured in rounds, and the time of a strategy is its best round's median: a machine that others use
-changes its speed between two of them.
+All of it is measured in rounds, and the time of a strategy is its best round's median: the speed of a shared
+machine changes between rounds.
 """
 
 import argparse
@@ -28,16 +28,16 @@ import tempfile
 import longspan_command
 import records
 
-# Of prefill, chunks of 512 and decode: the lengths, on processors and on GPUs.
+# The lengths of prefill, chunks of 512 and decode, on CPUs and on GPUs.
 LENGTHS = {"host": {"prefill": [512, 1024, 2048, 4096], "chunk": [2048, 8192, 16384], "decode": [4096, 16384, 65536]},
            "cuda": {"prefill": [4096, 8192, 32768, 131072], "chunk": [8192, 32768, 131072],
                     "decode": [8192, 131072, 1048576]}}
-# Efficiency that is wanted of the fastest strategy, two ranks against one: processors, 8 heads of 64.
+# Target efficiency of the fastest strategy, two ranks against one: CPUs, 8 heads of 64.
 TARGETS = {("prefill", 4096): 0.93, ("prefill", 16384): 0.97, ("decode", 131072): 0.90}
-# Packed documents, each dealt out by itself: lengths, heads, dim, type and the efficiency that is wanted, by ranks.
+# Packed documents, each dealt out by itself: lengths, heads, dim, type and the target efficiency, by ranks.
 DOCUMENTS = {"host": ([256, 8192, 640, 3072, 1280, 384, 5120, 2048], 8, 64, "fp32", {2: 0.90}),
              "cuda": ([65536, 1024, 8192, 32768, 2048, 16384, 4096, 1024], 16, 128, "bf16", {2: 0.93, 4: 0.90})}
-WITHIN = 0.95  # of the fastest: what auto is to reach
+WITHIN = 0.95  # of the fastest: the target of auto
 
 
 def arguments():
@@ -59,7 +59,7 @@ def arguments():
 
 
 def scale(args, options, ranks):
-    """The rows of `longspan bench scale`, each of its best round, and the efficiency of these."""
+    """The rows of `longspan bench scale`, each from its best round, with their efficiency."""
     threads = ["--threads", 1] if args.backend == "host" else []
     best = {}
     for _ in range(args.rounds):
@@ -103,7 +103,7 @@ def judge(args, rows, heads, kv_heads, machine, targets):
                                          machine=machine))
         strategies += [records.record("strategies", case, f"{phase} share", round(share, 4), machine=machine)
                        for phase, share in row["split"].items()]
-        if row["received_bytes"] and row["counted_bytes"]:  # GPUs' own copies are counted by nobody
+        if row["received_bytes"] and row["counted_bytes"]:  # copies by GPUs themselves are not counted
             strategies.append(records.record("strategies", case, "received bytes", row["counted_bytes"],
                                              peer="formula", peer_value=row["received_bytes"],
                                              ratio=round(row["received_bytes"] / row["counted_bytes"], 4),
@@ -183,7 +183,7 @@ def documents(args, ranks, machine):
 
 
 def calibrate(args, ranks, heads, kv_heads):
-    """Measures the constants, on as many ranks as will work beside each other."""
+    """Measures the constants, on the number of ranks that work beside each other."""
     threads = ["--threads", "1"] if args.backend == "host" else []
     options = ["calibrate", *threads, "--backend", args.backend, "--heads", str(heads), "--kv-heads",
                str(kv_heads), "--out", os.environ["LONGSPAN_MACHINE"]]
@@ -202,7 +202,7 @@ def save(args, strategies, auto):
 
 
 def problem_key(r):
-    """Of a record of auto: a new choice, or another fastest strategy, takes the place of the old one."""
+    """For a record of auto: a new choice, or another fastest strategy, replaces the old record."""
     return json.dumps([{k: v for k, v in r["case"].items() if k != "strategy"}, r["metric"]], sort_keys=True)
 
 

@@ -1,7 +1,7 @@
-"""Plots of strategies: how each of them scales, where its time goes, and which is the fastest. They
-are drawn from records of bench/strategies.py, or from what `longspan bench scale --json` writes.
+"""Plots of strategies: how each scales, the parts of its time, and which is the fastest. They are
+drawn from records of bench/strategies.py, or from files of `longspan bench scale --json`.
 
-    speed-up     of a rank's time: efficiency times ranks
+    speed-up     over one rank's time: efficiency times ranks
     efficiency   time of one rank / (ranks times the time of all), in weak scaling for as much work
     split        attend, exchange and merge, as shares of a run's time
 """
@@ -9,7 +9,7 @@ are drawn from records of bench/strategies.py, or from what `longspan bench scal
 import figures
 from figures import GREEN, GREY, PHASES, PINK, SKY, short
 
-# Colours that the phases of a run do not have. Wine is Paul Tol's, who chose for colour-blind eyes too.
+# Colours that the phases of a run do not use. Wine is from Paul Tol's palette for colour-blind readers.
 BLACK, WINE = "#000000", "#882255"
 COLORS = {"gather-states": BLACK, "gather-kv": GREEN, "ring-kv": PINK, "scatter-states": GREY,
           "ring-q": SKY, "heads": WINE}
@@ -27,7 +27,7 @@ def pair(point):
 
 
 def in_order(names):
-    """As a legend has them; what it does not know comes last."""
+    """In the order of a legend; unknown ones come last."""
     return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
 
@@ -44,8 +44,8 @@ def of_command(run):
 
 
 def of_records(files):
-    """The points of strategies-* and auto-*, which says what auto chose (the last that it says), and which
-    is the fastest of those that it may take: a faster one gives other bits, and is no rival."""
+    """The points of strategies-* and auto-*. The latter has auto's choice (the last one), and the fastest
+    strategy among those that auto may take: a faster one with other bits does not compete."""
     chosen, fastest, cases, found = {}, {}, {}, []
     for name, rows in files.items():
         for r in rows:
@@ -74,7 +74,7 @@ def of_records(files):
 
 
 def points_of(files):
-    """Those of several ranks, and a title's words on where and of what."""
+    """The points of several ranks, and a title's words on the machine and the problem."""
     name, first = next(iter(files.items()))
     if isinstance(first, dict):
         points, case = of_command(first), first["case"]
@@ -103,7 +103,7 @@ def keys_to_show(points):
 
 
 def curves(panel, points, x, y, begin=()):
-    """A curve for each strategy; `begin` is a point that is common to all of them."""
+    """A curve for each strategy; `begin` is a point common to all of them."""
     for strategy in in_order({p["strategy"] for p in points}):
         some = [*begin, *sorted((p[x], y(p)) for p in points if p["strategy"] == strategy)]
         panel.plot(*zip(*some), color=color_of(strategy), marker=MARKERS.get(strategy, "P"),
@@ -163,7 +163,7 @@ def legend(figure, panels, columns):
 
 
 def strategies(files):
-    """Of the first pair of heads: a row of panels for each phase."""
+    """For the first pair of heads: a row of panels for each phase."""
     points, what = points_of(files)
     points = [p for p in points if p["efficiency"] is not None]
     if not points:
@@ -185,14 +185,15 @@ def strategies(files):
 
 
 def ink(color):
-    """Of text on a colour."""
+    """The colour of text on a colour."""
     red, green, blue = (int(color[i:i + 2], 16) / 255 for i in (1, 3, 5))
     return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
 
 
 def best(files):
-    """A map: which strategy is the fastest of those that auto may take, with its efficiency, by keys and
-    by phase, ranks and heads; where auto chose another, what share of the fastest one's speed it has."""
+    """A map of the fastest strategy among those that auto may take, with its efficiency, by keys and by
+    phase, ranks and heads. Where auto chose another, the map has its share of the fastest one's
+    speed."""
     points, what = points_of(files)
     if not points:
         return None
@@ -228,7 +229,7 @@ def best(files):
 
 
 def problem(p, several):
-    """The name of a map's row; it says where ranks share cores."""
+    """The name of a map's row; it notes where ranks share cores."""
     name = f"{p['phase']}, {p['ranks']} ranks"
     if (p["cores"] or p["ranks"]) < p["ranks"]:
         name += f" on {p['cores']} cores"

@@ -1,7 +1,7 @@
-// One rank of an all-gather over the TCP transport: what bench/tcp_vs_gloo.py starts, as a launcher
-// would (RANK, WORLD_SIZE, MASTER_ADDR, LONGSPAN_PORT). Calls follow each other, and are timed in
-// blocks, so that nothing but the next call comes between two. Rank 0 prints, as JSON, the time of
-// a call in each block, the mean over the ranks.
+// One rank of an all-gather over the TCP transport, which bench/tcp_vs_gloo.py starts as a launcher
+// would (RANK, WORLD_SIZE, MASTER_ADDR, LONGSPAN_PORT). Calls follow each other without other work
+// between them, and are timed in blocks. Rank 0 prints, as JSON, the time of a call in each block,
+// the mean over the ranks.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -20,11 +20,11 @@ namespace {
 
 using longspan::comm::Transport;
 
-/// What rank r sends.
+/// The data of rank r.
 std::byte value(std::size_t rank) { return static_cast<std::byte>(31 * rank + 1); }
 
-/// Microseconds of a call in each block, after blocks that warm up. The result is looked at after
-/// each block.
+/// Microseconds of a call in each block, after blocks to warm up. The result is checked after each
+/// block.
 std::vector<float> measure(Transport& transport, std::size_t bytes, int block, int blocks) {
   using Clock = std::chrono::steady_clock;
   const auto ranks = static_cast<std::size_t>(transport.size());

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Processors: the all-gather of the TCP transport beside gloo's, for the sizes that decode sends.
+"""CPUs: the all-gather of the TCP transport beside gloo's, for the sizes of decode.
 
     .venv/bin/python bench/tcp_vs_gloo.py [--results bench/results]       # needs torch
 
 Ranks are processes of this machine. Both sides are measured in turns, round after round. A side makes
-calls one after the other, without anything between them, and times them in blocks; a round's figure is
+calls one after the other, without anything between them, and times them in blocks. A round's figure is
 the median of its blocks, a side's the median of its rounds. Ours is timed in C++ (bench_tcp_gather).
-gloo is called from Python, as torch's users do, by the shortest way that there is, a method of the
-ProcessGroup; what such a call takes on one rank, where there is nobody to talk to, is printed above the
-table, and not subtracted.
+gloo is called from Python, as by torch's users, in the shortest way: a method of the ProcessGroup. The
+time of such a call on one rank, without a peer, is printed above the table, and not subtracted.
 
 Records go to tcp-<machine>.jsonl. The ratio is gloo's time by ours; the target is 1.
 """

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the GPU of rank 0 does, and when, in one call of context-parallel attention.
+"""The timeline of rank 0's GPU in one call of context-parallel attention.
 
     torchrun --nproc-per-node 2 bench/timeline.py --tokens 32768 --heads 16/16 [--json FILE]
 
-The call is that of longspan.torch (bf16, causal, dim 128, zigzag); PyTorch's
-profiler sees every kernel and copy in the process. The table has the activities of the last call,
-by their begin, and how much of the copies' time lies under kernels.
+The call is that of longspan.torch (bf16, causal, dim 128, zigzag); PyTorch's profiler sees every
+kernel and copy of the process. The table has the activities of the last call, by their begin, and
+how much of the copies' time overlaps with kernels.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def arguments():
 
 
 def activities(trace, calls, host):
-    """(begin, us, stream, name) of the last call, from 0 on; `host` adds what the host asks CUDA for."""
+    """(begin, us, stream, name) of the last call, from 0 on; `host` adds the host's calls of CUDA."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     found = sorted((e["ts"], e["dur"], e["args"].get("stream", -1), e["name"]) for e in trace["traceEvents"]
                    if e.get("cat") in kinds and "AllReduce" not in e["name"])  # of a barrier between calls
@@ -51,7 +51,7 @@ def activities(trace, calls, host):
 
 
 def covered(span, others):
-    """How much of a span lies under any of the others, which may overlap."""
+    """How much of a span is covered by the others, which may overlap."""
     begin, end = span
     cuts = sorted((max(begin, b), min(end, e)) for b, e in others if b < end and e > begin)
     total, reached = 0.0, begin
@@ -70,7 +70,7 @@ def main():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = args.tokens // ranks
 
-    def tensor(n):  # [1, tokens, heads, dim] in memory, as a model's projections leave it
+    def tensor(n):  # [1, tokens, heads, dim] in memory, as after a model's projections
         return torch.randn(1, rows, n, DIM, device=device, dtype=torch.bfloat16).transpose(1, 2)
 
     q, k, v = tensor(heads), tensor(kv_heads), tensor(kv_heads)

@@ -1,6 +1,5 @@
-// How long a call takes. On CUDA the calls are captured in a graph, which is replayed between
-// events, so that what the host does to launch a kernel is not counted; on the host, a steady
-// clock.
+// The time of a call. On CUDA the calls are captured in a graph, which is replayed between events.
+// So the host's time to launch a kernel is not counted. On the host, a steady clock.
 #pragma once
 
 #include <algorithm>

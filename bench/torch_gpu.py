@@ -1,4 +1,4 @@
-"""PyTorch on GPUs: times of its work, what one moves at best, and ranks of torchrun."""
+"""PyTorch on GPUs: times of its work, a GPU's best bandwidth, and ranks of torchrun."""
 
 import os
 import statistics
@@ -38,7 +38,7 @@ def leave():
 
 
 def slowest_ms(work, warmup, iterations):
-    """(the median of a call on the slowest rank, what the last call gave). Collective."""
+    """(the median of a call on the slowest rank, the last call's result). Collective."""
     for _ in range(warmup):
         work()
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def slowest_replay_ms(work, warmup, iterations):
 
 
 def pytorch_context_parallel():
-    """PyTorch's module of context parallelism, wherever this version has it."""
+    """PyTorch's module of context parallelism, at its place in this version."""
     try:
         import torch.distributed.tensor.experimental._context_parallel._attention as module
     except ImportError:

@@ -1,4 +1,4 @@
-"""PyTorch on processors: what a record says of it."""
+"""PyTorch on CPUs: its fields of a record."""
 
 import torch
 
@@ -6,7 +6,7 @@ import records
 
 
 def math_library():
-    """Of PyTorch's matrix products, as its own configuration names it, with the version."""
+    """The library of PyTorch's matrix products, as in PyTorch's configuration, with its version."""
     lines = [line.strip(" -") for line in torch.__config__.show().splitlines()]
     named = [line for line in lines
              if line.startswith(("Intel(R)", "OpenBLAS", "oneDNN"))]
@@ -14,6 +14,6 @@ def math_library():
 
 
 def machine(command):
-    """The processor and the versions of both sides, for the records."""
+    """The CPU and the versions of both sides, for the records."""
     return records.host_machine(command, pytorch=torch.__version__, pytorch_math=math_library(),
                                 pytorch_simd=torch.backends.cpu.get_cpu_capability())

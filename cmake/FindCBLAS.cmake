@@ -1,4 +1,4 @@
-# A BLAS with its C interface: BLIS, OpenBLAS or the reference one. Gives CBLAS::cblas.
+# A BLAS with its C interface: BLIS, OpenBLAS or the reference one. Defines CBLAS::cblas.
 include(CheckSymbolExists)
 include(CMakePushCheckState)
 find_path(CBLAS_INCLUDE_DIR cblas.h PATH_SUFFIXES blis openblas)

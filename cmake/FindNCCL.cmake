@@ -1,4 +1,4 @@
-# NCCL comes with the CUDA toolkit, a distribution's package, or a Python wheel. Gives NCCL::nccl.
+# NCCL comes with the CUDA toolkit, a distribution's package, or a Python wheel. Defines NCCL::nccl.
 # NCCL_ROOT names a folder with include/nccl.h and lib/libnccl.so.2.
 find_path(NCCL_INCLUDE_DIR nccl.h HINTS ${NCCL_ROOT} ${CUDAToolkit_INCLUDE_DIRS}
           PATH_SUFFIXES include)

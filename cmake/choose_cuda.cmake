@@ -1,7 +1,7 @@
-# What choose_cuda.sh chooses, for the package that pip builds: sets LONGSPAN_CUDA and
-# LONGSPAN_CUDA_ARCHITECTURES here, ahead of the cache, and LONGSPAN_WITHOUT_CUDA, why there is no
-# CUDA part (or empty). What was asked for by -C cmake.define comes first, then the environment.
-# `chosen` has the names of which the cache holds no wish: what the library puts there is none.
+# The choice of choose_cuda.sh, for the package that pip builds: sets LONGSPAN_CUDA and
+# LONGSPAN_CUDA_ARCHITECTURES here, before the cache, and LONGSPAN_WITHOUT_CUDA, the reason for no
+# CUDA part (or empty). Values from -C cmake.define come first, then the environment. `chosen` has
+# the names without a choice in the cache: the library's own entries do not count.
 set(chosen "")
 foreach(name LONGSPAN_CUDA LONGSPAN_CUDA_ARCHITECTURES)
   if(DEFINED CACHE{${name}})

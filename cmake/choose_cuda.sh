@@ -1,21 +1,21 @@
 # shellcheck shell=bash
-# What the scripts and pip build for GPUs: code for those of this machine and for no others, since
-# every architecture costs minutes. Sourced by setup.sh, whose head has the switches, and run by
-# choose_cuda.cmake for the Python package: four lines on stdout, and on stderr what it says.
+# What the scripts and pip build for GPUs: code only for those of this machine, since every
+# architecture costs minutes. Sourced by setup.sh, whose head has the switches, and run by
+# choose_cuda.cmake for the Python package: four lines on stdout, and messages on stderr.
 
 say() { printf 'longspan: %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
 is_older() { [ "$1" != "$2" ] && [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
 
-# Compute capabilities of the NVIDIA GPUs that can be used here ("8.0 9.0"), `unknown` for one that
-# nothing describes. /proc/driver/nvidia is no sign of a GPU: a container without any sees it too.
+# Compute capabilities of the usable NVIDIA GPUs ("8.0 9.0"), `unknown` for one without a
+# description. /proc/driver/nvidia does not mean a GPU: a container without any has it too.
 gpus_here() {
   local smi found
   for smi in nvidia-smi /usr/lib/wsl/lib/nvidia-smi; do # WSL's is not always on the PATH
     found=$(timeout 30 "$smi" --query-gpu=compute_cap --format=csv,noheader 2>/dev/null |
       grep -Ex '[0-9]+\.[0-9]+' | sort -Vu | xargs) || true
     if [ -z "$found" ] && timeout 30 "$smi" -L 2>/dev/null | grep '^GPU ' >/dev/null; then
-      found=unknown # a driver from before that question
+      found=unknown # a driver too old for that query
     fi
     if [ -n "$found" ]; then echo "$found"; return; fi
   done
@@ -26,11 +26,11 @@ nvcc_here() {
   command -v "${CUDACXX:-nvcc}" || command -v "${CUDA_PATH:-/usr/local/cuda}/bin/nvcc" || true
 }
 
-# What nvcc ($1) is to build for a compute capability ($2): its own machine code; or else that of a
+# The targets of nvcc ($1) for a compute capability ($2): its own machine code; or else that of a
 # lower one of the same generation; or else PTX, which the driver translates at the first start.
 architecture_of() {
   local asked=${2/./} known code='' ptx=80
-  if [ "$asked" = 90 ]; then echo 90a-real; return; fi # with what only Hopper has
+  if [ "$asked" = 90 ]; then echo 90a-real; return; fi # with the features of Hopper only
   for known in $("$1" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n); do
     [ "$known" -le "$asked" ] || break
     ptx=$known
@@ -39,7 +39,7 @@ architecture_of() {
   if [ -n "$code" ]; then echo "$code-real"; else echo "$ptx-virtual"; fi
 }
 
-# Sets `cuda`, `architectures` (empty: those of CMakeLists.txt), and where cuda is OFF `why`; says so.
+# Sets `cuda`, `architectures` (empty: those of CMakeLists.txt), and, for cuda OFF, `why`; prints them.
 choose_cuda() {
   local gpus gpu nvcc release codes=()
   cuda=${LONGSPAN_CUDA:-AUTO} architectures=${LONGSPAN_CUDA_ARCHITECTURES:-} why=''

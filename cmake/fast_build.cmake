@@ -1,16 +1,16 @@
-# Precompiled headers and unity builds. To parse the headers of the standard library, of fmt or of
-# GoogleTest takes longer than to compile most of our files, so it is done once for all files of a
-# kind. No header of this project is among them: a change to one rebuilds the files that include it.
-# A file includes what it uses all the same: LONGSPAN_FAST_BUILD=OFF compiles each by itself, as do the
-# builds of the simulator, whose files have options of their own.
+# Precompiled headers and unity builds. Parsing the headers of the standard library, of fmt or of
+# GoogleTest takes longer than compiling most of our files. So it is done once for all files of a
+# kind. Headers of this project are excluded: a change to one rebuilds the files that include it.
+# Files still include what they use: LONGSPAN_FAST_BUILD=OFF compiles each by itself, as do the
+# builds of the simulator, whose files have their own options.
 set(LONGSPAN_STD_HEADERS <algorithm> <array> <atomic> <bit> <cerrno> <charconv> <chrono> <climits>
     <cmath> <condition_variable> <cstddef> <cstdint> <cstdio> <cstdlib> <cstring> <exception>
     <functional> <initializer_list> <iterator> <limits> <memory> <mutex> <new> <numeric> <optional>
     <span> <sstream> <string> <string_view> <system_error> <thread> <tuple> <type_traits> <utility>
     <vector> <fmt/format.h>)
 
-# ccache keeps what is compiled with them only where it is told that their text decides, not their
-# time, and where GCC says which of them it read.
+# ccache keeps results with precompiled headers only where it is told that their text decides, not
+# their time, and where GCC reports which of them it read.
 if(LONGSPAN_FAST_BUILD AND CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_SLOPPINESS=pch_defines,time_macros
                                   ${CMAKE_CXX_COMPILER_LAUNCHER})
@@ -20,7 +20,7 @@ if(LONGSPAN_FAST_BUILD AND CMAKE_CXX_COMPILER_LAUNCHER MATCHES "ccache")
 endif()
 
 # longspan_precompiled(name OPTIONS ... LIBRARIES ... HEADERS ...): a target that holds the headers,
-# for those whose options and definitions are the same; PROGRAM: for programs, whose code has -fPIE.
+# for targets with the same options and definitions; PROGRAM: for programs, whose code has -fPIE.
 function(longspan_precompiled name)
   if(NOT LONGSPAN_FAST_BUILD)
     return()

@@ -1,6 +1,6 @@
 # The host kernels are compiled once for each instruction set (kernels/host/targets.hpp), and half of
-# that time is AVX-512's. With LONGSPAN_HOST_TARGETS=native a machine without it leaves it out; one
-# that has it builds all. GCC and Clang say by their macros what the machine has.
+# that time is AVX-512's. With LONGSPAN_HOST_TARGETS=native a machine without AVX-512 skips it, and
+# one with it builds all. The macros of GCC and Clang show what the machine has.
 if(LONGSPAN_HOST_TARGETS STREQUAL "native" AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   execute_process(COMMAND ${CMAKE_CXX_COMPILER} -march=native -dM -E -x c++ /dev/null
                   OUTPUT_VARIABLE machine ERROR_QUIET)

@@ -4,22 +4,22 @@ set(LONGSPAN_MPI_TEST_ENV
     OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_hwloc_base_binding_policy=none
     OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     OMPI_MCA_btl_vader_single_copy_mechanism=none LONGSPAN_THREADS=1)
-if(LONGSPAN_SANITIZE MATCHES "address")  # Open MPI loses memory of its own, in modules that are gone
-  list(APPEND LONGSPAN_MPI_TEST_ENV ASAN_OPTIONS=detect_leaks=0)  # when it is reported
+if(LONGSPAN_SANITIZE MATCHES "address")  # Open MPI leaks its own memory, in modules that are unloaded
+  list(APPEND LONGSPAN_MPI_TEST_ENV ASAN_OPTIONS=detect_leaks=0)  # by the time of the report
 endif()
 
-# A limit that only a hang reaches; under a sanitizer the same work takes ten times as long.
+# A limit that only a hang reaches; under a sanitizer the work takes ten times as long.
 set(LONGSPAN_RANKS_TIMEOUT 240)
 if(LONGSPAN_SANITIZE)
   set(LONGSPAN_RANKS_TIMEOUT 900)
 endif()
 
-# Tests have tiers. Those without a label of one are what every change needs (./test.sh); CI runs those
-# of the label `more` as well (./test.sh all); those of the label `long` run before a release
+# Tests have tiers. Tests without a tier's label are those that every change needs (./test.sh). CI also
+# runs those with the label `more` (./test.sh all); those with the label `long` run before a release
 # (tests/long.sh).
 #
-# longspan_tier_of_ranks(ranks variable): two and three ranks show most of what can be wrong. Seven
-# ranks on fewer cores take minutes, and few tests have shown anything there that four do not.
+# longspan_tier_of_ranks(ranks variable): two and three ranks find most errors. Seven ranks on fewer
+# cores take minutes, and few tests have found anything there that four do not.
 function(longspan_tier_of_ranks ranks variable)
   set(${variable} "" PARENT_SCOPE)
   if(ranks EQUAL 1 OR ranks EQUAL 4)
@@ -29,8 +29,8 @@ function(longspan_tier_of_ranks ranks variable)
   endif()
 endfunction()
 
-# longspan_mostly_waits(test ranks lock): most of the test's time goes by until deadlines, so that it
-# needs no core for each rank. Of tests with one lock one runs at a time.
+# longspan_mostly_waits(test ranks lock): most of the test's time is spent waiting for deadlines, so
+# it does not need a core for each rank. Tests with the same lock run one at a time.
 function(longspan_mostly_waits test ranks lock)
   set(cores 1)
   if(ranks GREATER 4)

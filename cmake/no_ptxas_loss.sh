@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a compiler and fails if ptxas says, in notes that are no warnings, that it gave up what the
-# Hopper kernel lives on: products run one after the other (C7510 to C7518), or setmaxnreg is
+# Runs a compiler and fails if ptxas reports, in notes and not warnings, that it dropped what the
+# Hopper kernel depends on: products run one after the other (C7510 to C7518), or setmaxnreg is
 # ignored (C7508).
 notes=$(mktemp)
 trap 'rm -f "$notes"' EXIT

@@ -1,6 +1,6 @@
-# A build in which the CUDA kernels run on processors (docs/contributing/testing.md): .cu files are compiled by
-# the C++ compiler against a second implementation of kernels/cuda/arch/, and CUDA's runtime and
-# NCCL have stand-ins. Of CUDA only headers are needed.
+# A build in which the CUDA kernels run on CPUs (docs/contributing/testing.md): the C++ compiler compiles
+# .cu files against a second implementation of kernels/cuda/arch/, and CUDA's runtime and NCCL have
+# stand-ins. Of CUDA only headers are needed.
 find_program(LONGSPAN_NVCC NAMES nvcc HINTS ENV CUDACXX ENV CUDA_PATH PATH_SUFFIXES bin
              PATHS /usr/local/cuda)
 if(LONGSPAN_NVCC)
@@ -37,9 +37,8 @@ if(LONGSPAN_SIMULATED_SANITIZE STREQUAL "thread")
   target_link_options(longspan_simulated INTERFACE -fsanitize=thread)
 endif()
 
-# longspan_simulate(target files...): files with kernels in them, for which what nvcc does by itself
-# is asked for here. Warnings are nvcc's to give; and -O1 compiles in a third of the time that the
-# fastest code takes.
+# longspan_simulate(target files...): files with kernels, with settings here that nvcc has by
+# default. nvcc checks their warnings; and -O1 compiles in a third of the time of the fastest code.
 function(longspan_simulate target)
   target_include_directories(${target} BEFORE PRIVATE
     ${PROJECT_SOURCE_DIR}/kernels/simulated/include ${PROJECT_SOURCE_DIR})

@@ -1,4 +1,4 @@
-// What the transports share: the control plane says which rank they are, and when they end.
+// Common to the transports: the control plane decides their rank, and when they end.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace longspan::comm {
 
-/// Gives the number of an entry that no open transfer uses, a new one where all are in use.
+/// The number of an entry that no open transfer uses; a new one where all are in use.
 template <class Open>
 int free_entry(std::vector<std::unique_ptr<Open>>& entries) {
   const auto free = std::find_if(entries.begin(), entries.end(),
@@ -37,7 +37,7 @@ class ControlledTransport : public Transport {
   void check(const char*) override { control_->outcome().check(); }
   void abort(const std::string& why) noexcept override try {
     control_->tell(gave_up(*control_, why));
-  } catch (...) {  // where there is no memory for the reason, the end itself takes none
+  } catch (...) {  // without memory for the reason: the end itself takes none
     control_->tell({ErrorKind::rank_failure, rank(), {}, {}});
   }
 
@@ -70,13 +70,13 @@ class ControlledTransport : public Transport {
   const Control& control() const { return *control_; }
 
   /// Compares the digests of `run` of all ranks, [size]; null compares nothing. Throws UsageError
-  /// on every rank where another one has another digest than this one.
+  /// on every rank where another rank's digest differs from this one's.
   void compare(const std::uint64_t* digests, RunName run, const char* step) {
     for (int p = 0; digests && p < size(); ++p)
       if (digests[p] != digests[rank()]) disagree(run, p, step);
   }
 
-  /// Makes the transport among the members of a group; null where this rank is in none.
+  /// Makes the transport among the members of a group; null where this rank is in no group.
   virtual std::shared_ptr<Transport> branch(const Group& group) = 0;
 
  private:

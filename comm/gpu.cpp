@@ -1,5 +1,5 @@
-// Makes the transport of GPUs, or refuses in a program without the GPU's side, which was built
-// without CUDA or linked without longspan::nccl.
+// Makes the transport of GPUs, or refuses in a program without GPU support: built without CUDA, or
+// linked without longspan::nccl.
 #include "comm/gpu.hpp"
 
 #include "comm/libraries.hpp"

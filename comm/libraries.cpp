@@ -3,7 +3,7 @@
 namespace longspan::comm {
 namespace {
 
-// They are constants, so that they are there before the first initialiser of any file runs.
+// Constants, so that they exist before the first initialiser of any file runs.
 constinit const MpiLibrary* the_mpi = nullptr;
 constinit const NcclLibrary* the_nccl = nullptr;
 

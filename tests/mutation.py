@@ -6,7 +6,7 @@
 Breaks one thing at a time in a copy of the sources (host kernels), builds dist_serving_test and runs
 it on 1 and on 2 ranks. On one rank local and global are the same, so the broken code passes there;
 on two ranks it must fail. Prints a Markdown table; exits with 1 if a mutant survives. Takes minutes
-for each mutant, so it is no part of the test suite.
+for each mutant, so it is not part of the test suite.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 VISIBLE = "kernels/host/visible.hpp"
 BIAS = "kernels/host/bias-inl.hpp"
 
-# What the row would see if the rank's keys were the whole sequence.
+# The row's visible keys if the rank's keys were the whole sequence.
 LOCAL_SIGHT = """const Interval local = p_.visible(
         s.index, s.keys - s.query_len + (tile_.first + row) / group_, s.keys);
     const auto as_it_is = [&](std::int64_t key) {

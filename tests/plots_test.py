@@ -1,5 +1,5 @@
-"""The plots of the documentation are there and of the records that are there, and so are the tables;
-what bench/figures.py draws is what the records say. The drawing itself needs matplotlib."""
+"""The plots and tables of the documentation exist and match the records; what bench/figures.py draws
+is in the records. The drawing itself needs matplotlib."""
 
 import csv
 import importlib.util
@@ -126,7 +126,7 @@ PHASES = ("attend", "exchange", "merge")
 
 
 def strategies():
-    """The records of bench/strategies.py, and of what auto chose."""
+    """The records of bench/strategies.py, and of auto's choices."""
     measured, auto = [], []
     for phase, ranks, keys, kv_heads in [(phase, ranks, keys, kv_heads) for phase in ("decode", "prefill")
                                          for ranks in (2, 4) for keys in (4096, 16384) for kv_heads in (8, 2)]:
@@ -150,7 +150,7 @@ def strategies():
 
 
 def scale_json(ranks=(1, 2, 4), weak=False):
-    """What `longspan bench scale --json` writes, with a strategy that refuses decode."""
+    """A file of `longspan bench scale --json`, with a strategy that refuses decode."""
     rows = []
     for phase in ("prefill", "decode"):
         for n in ranks:
@@ -201,7 +201,7 @@ class InFolder(unittest.TestCase):
         self.folder = pathlib.Path(folder.name)
 
     def start(self, *arguments, before="pass", seed="0"):
-        """bench/plot.py in a process of its own, over invented records."""
+        """bench/plot.py in a separate process, over invented records."""
         script = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r}); {before}; " \
                  "import plot; plot.main()"
         return subprocess.run(
@@ -300,7 +300,7 @@ def lines(panel, label):
 
 @DRAWS
 class Figures(unittest.TestCase):
-    """What is drawn, by the numbers in the figure."""
+    """The drawn values, by the numbers in the figure."""
 
     def panels(self, function, **files):
         figure = function({name.replace("_", "-"): rows for name, rows in files.items()})

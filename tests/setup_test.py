@@ -1,6 +1,6 @@
-"""What setup.sh would install, configure and build, and pip build, on machines that this one is not:
-its tools are stand-ins, first on the PATH, that write down how they were called. And what env.sh
-finds, and the main page of the reference names."""
+"""What setup.sh would install, configure and build, and pip build, on machines other than this one:
+its tools are stand-ins, first on the PATH, that record their calls. And what env.sh finds, and the
+main page of the reference names."""
 
 import glob
 import os
@@ -28,7 +28,7 @@ class StandInTest(unittest.TestCase):
         self.tools = pathlib.Path(folder.name)
         self.log = self.tools / "log"
         self.log.touch()
-        self.tool("nvidia-smi", "exit 9")  # as where there is a driver and no GPU
+        self.tool("nvidia-smi", "exit 9")  # as with a driver and no GPU
         self.tool("dpkg-query", "echo installed")
 
     def tool(self, name, script):
@@ -129,7 +129,7 @@ class SetupTest(StandInTest):
         self.assertIn("LONGSPAN_CUDA is maybe", wrong.stderr)
 
     def carried(self, build, source):
-        """A folder that seems to be the build `build` of `source`, and what a script says to it."""
+        """A folder that looks like the build `build` of `source`, and a script's message about it."""
         folder = self.tools / "carried"
         folder.mkdir()
         cache = folder / "CMakeCache.txt"

@@ -7,7 +7,7 @@
 Every case of the programs of tests/simulator, and with --all also of tests/gpu, runs under N
 schedules (default: 50), or under as many as fit into H hours. Schedules are numbered, and so are
 inputs: a case that fails is named with the number that repeats it exactly. Without --seed the first
-number is a fresh one. The exit status is 0 where nothing failed.
+number is a fresh one. The exit status is 0 without failures.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What is wrong on purpose, or has no schedules, is for ctest alone.
+# Cases that are wrong on purpose, or have no schedules, are only for ctest.
 PROGRAMS = [f"tests/simulator/simulator_{name}_test"
             for name in ("kernels", "exchange", "small_kernels")]
 CHUNK = 25  # schedules of a process
@@ -38,7 +38,7 @@ def environment(seed):
 
 
 def command(program, *options):
-    """ThreadSanitizer wants addresses where it expects them."""
+    """ThreadSanitizer needs addresses where it expects them."""
     return ["setarch", "-R", str(program), *options]
 
 
@@ -57,8 +57,8 @@ def cases_of(program):
 
 
 def run(program, cases, seed, count):
-    """Schedules seed .. seed + count - 1. Gives how many ran, and of the first failure its seed,
-    the case, and what was printed."""
+    """Schedules seed .. seed + count - 1. Returns how many ran, and of the first failure its seed,
+    the case, and the output."""
     try:
         job = subprocess.run(
             command(program, f"--gtest_filter={cases}", f"--gtest_repeat={count}",
@@ -156,7 +156,7 @@ def main():
                     seed += ran
             list(pool.map(chunk, work))
             first += count
-            # What a run that is broken off has done is known.
+            # An interrupted run reports what it has done.
             print(f"{first - options.seed} of each in {time.monotonic() - began:.0f} s: "
                   f"{sum(map(len, tally.failed.values()))} failed", flush=True)
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""Documentation shows code that is compiled and run, output that was printed, figures that were
-measured. In a .md file
+"""Documentation shows compiled code, printed output, and measured figures. In a .md file
 
     <!-- code: examples/02_mpi_host/main.cpp layer -->     lines between // [layer] and // [/layer],
                                                            in Python # [layer] and # [/layer];
@@ -131,7 +130,7 @@ def records(what):
 
 
 def described(machine):
-    """What a record says of its processor, as a sentence's end."""
+    """A record's CPU, as a sentence's end."""
     text = f"{machine['cpu']}, {machine['cores']} cores"
     if machine.get("memory_gib"):
         text += f", {machine['memory_gib']} GiB"
@@ -162,7 +161,7 @@ def table_of(rows):
 
 
 def members(structure):
-    """The type of each member of a structure, and what the headers say of it, behind or ahead."""
+    """The type of each member of a structure, and its comment in the headers, after or before it."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src" / "longspan").glob("*.hpp")))
     body = re.search(rf"^struct {structure} {{\n(.*?)^}};", text, re.DOTALL | re.MULTILINE).group(1)
     found, ahead, last = {}, [], None
@@ -183,7 +182,7 @@ def members(structure):
 
 
 def options(command, folder):
-    """The table that the command prints, with what the headers say of each."""
+    """The table that the command prints, with each one's comment in the headers."""
     rows = json.loads(output(command, folder))
     for row in rows:
         structure, member = row["C++"].split("::")

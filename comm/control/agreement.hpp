@@ -1,8 +1,8 @@
-// Tells what ranks must give alike. A layer keeps a log of its runs; every collective of a run
-// carries a digest of the run's description, and where two digests differ, or a wait ends without
-// data, the roll call (control.hpp) asks the logs for the descriptions, so that the error can name
-// the field. The description begins with the layer: ranks that run two layers in different orders
-// are found as those that run one layer with different arguments are.
+// Checks that ranks give the same arguments. A layer keeps a log of its runs, and every collective
+// of a run carries a digest of the run's description. Where two digests differ, or a wait ends
+// without data, the roll call (control.hpp) asks the logs for the descriptions, so that the error
+// can name the field. The description begins with the layer: so ranks that run two layers in
+// different orders are found like ranks that run one layer with different arguments.
 #pragma once
 
 #include <array>
@@ -15,9 +15,9 @@
 
 namespace longspan::comm {
 
-/// Names one run of one layer. Layers of a communicator are numbered from 1 in the order in which
-/// they were made, and runs of a layer from 1 in the order in which they were queued. Run 0 is the
-/// making of the layer. Layer 0 stands for no run.
+/// Names one run of one layer. Layers of a communicator are numbered from 1 in the order of their
+/// making, and runs of a layer from 1 in the order of queueing. Run 0 is the making of the layer.
+/// Layer 0 means no run.
 struct RunName {
   std::uint32_t layer = 0;
   std::uint32_t run = 0;
@@ -27,14 +27,15 @@ struct RunName {
 };
 
 /// A run that ranks are asked to describe: by its place among all runs of the communicator, so that
-/// ranks in different layers are compared. A run that began too long ago has place 0, and is asked
+/// ranks in different layers are compared. A run that began too long ago has place 0 and is asked
 /// for by name.
 struct AskedRun {
   std::uint64_t place = 0;
   RunName name;
 
   explicit operator bool() const { return place != 0 || bool{name}; }
-  /// Whether ranks that ask for both take this one. One without a place is known to fewer ranks.
+  /// Whether ranks that ask for both choose this one. A run without a place is known to fewer
+  /// ranks.
   bool is_before(const AskedRun& other) const {
     if (place == 0) return bool{name} && !other;
     return other.place == 0 || place < other.place;
@@ -51,13 +52,13 @@ class RunOrder {
   RunName last() const { return count_ == 0 ? RunName{} : last_[count_ % kKept]; }
   /// The number of runs that began: the place of the last one.
   std::uint64_t count() const { return count_; }
-  /// The latest run of this name, with its place where the order still has it.
+  /// The latest run of this name, with its place where it is still kept.
   AskedRun find(RunName run) const {
     for (std::uint64_t place = count_; run && is_kept(place); --place)
       if (last_[place % kKept] == run) return {place, run};
     return {0, run};
   }
-  /// This rank's run at the place that another rank asks for; none where it is not known.
+  /// This rank's run at the place that another rank asks for; none where it is unknown.
   RunName at(const AskedRun& asked) const {
     if (asked.place == 0) return asked.name;
     return is_kept(asked.place) ? last_[asked.place % kKept] : RunName{};
@@ -73,20 +74,20 @@ class RunOrder {
   std::array<RunName, kKept> last_{};
 };
 
-/// The value of what a rank cannot tell yet, which differs from no other value. It is the SUB of
-/// ASCII, which no text of a caller is.
+/// The value of what a rank cannot know yet, which matches any other value. It is the SUB of ASCII,
+/// which no text of a caller contains.
 inline constexpr char kNotKnown[] = "\x1a";
 
 class RunLog {
  public:
   virtual ~RunLog() = default;
-  /// What must be alike on all ranks in this run, or for run 0 in the making of the layer. Empty
+  /// What must be the same on all ranks in this run, or for run 0 in the making of the layer. Empty
   /// where the log does not reach back so far.
   virtual NamedValues describe(std::uint32_t run) const = 0;
 };
 
-/// How two ranks' lists of names and values (in turn) differ; nothing where they are alike, as far
-/// as both know.
+/// How two ranks' lists of names and values (in turn) differ; nothing where they agree in all that
+/// both know.
 std::optional<std::string> difference(const std::vector<std::string>& one,
                                       const std::string& rank_of_one,
                                       const std::vector<std::string>& other,

@@ -1,7 +1,7 @@
-// The control plane: small texts between ranks, for meeting, for agreeing and for finding out who
-// is missing. Every wait has a deadline. When it passes, the ranks that still run call the roll:
-// each tells at which step it waits and for how long, and the rank that stays silent is named. The
-// first verdict goes to all, so that every rank ends with the same error.
+// The control plane: small texts between ranks, to meet, to agree and to find a missing rank. Every
+// wait has a deadline. When it passes, the ranks that still run call the roll: each reports the
+// step where it waits and for how long, and the silent rank is named. The first verdict goes to
+// all, so every rank ends with the same error.
 #pragma once
 
 #include <chrono>
@@ -43,69 +43,69 @@ class Control : public std::enable_shared_from_this<Control> {
   virtual std::vector<std::string> gather(const std::string& mine, const std::string& step) = 0;
 
   /// Throws when the communicator has failed, when a peer gave up or died, or, after the roll call,
-  /// when a peer's deadline has passed. Otherwise it never waits: it is for loops that wait for
-  /// something else since `waited`.
+  /// when a peer's deadline has passed. Otherwise it never waits: it is for loops that have waited
+  /// for something else since `waited`.
   virtual void check(const char* step, milliseconds waited) = 0;
 
-  /// Is called when this rank's deadline has passed at `step`; calls the roll and throws.
+  /// Called when this rank's deadline has passed at `step`; calls the roll and throws.
   [[noreturn]] virtual void timed_out(const char* step, milliseconds waited) = 0;
 
   /// See Communicator::on_wait.
   void on_wait(std::function<bool()> gives_up) { gives_up_ = GivesUp(std::move(gives_up)); }
 
-  /// Sets what moves the data of open transfers while gather waits, where calls of this process
-  /// move it: a peer may come to the gather only when it has that data. move() says whether any
+  /// Sets what moves the data of open transfers while gather waits, where this process must move
+  /// it: a peer may come to the gather only after it has that data. move() returns whether any
   /// moved.
   void set_progress(std::function<bool()> move) { move_ = std::move(move); }
 
-  /// Is called where ranks were given different things for `run`. The roll call finds the field,
-  /// and UsageError is thrown. Throws `otherwise` where no description says what differs.
+  /// Called where ranks were given different arguments for `run`. The roll call finds the field and
+  /// throws UsageError. Throws `otherwise` where no description has the difference.
   [[noreturn]] virtual void disagree(RunName, const Failure& otherwise) { fail(otherwise); }
 
-  /// Gives a new layer its number, and keeps its log, which the roll call may ask for as long as it
+  /// Gives a new layer its number and keeps its log, which the roll call may ask for while it
   /// lives.
   std::uint32_t enlist(const std::shared_ptr<const RunLog>& log) {
     std::erase_if(logs_, [](const auto& entry) { return entry.second.expired(); });
     logs_[++layers_] = log;
     return layers_;
   }
-  /// Says that from here on this rank is in `run`.
+  /// From here on this rank is in `run`.
   virtual void begin(RunName run) { runs_.add(run); }
   RunName run() const { return runs_.last(); }
 
-  /// Tells the other ranks that this one refused the call that would have been its next run: what
-  /// it was given, as far as this is known, and why. It waits for nobody and ends nothing. A rank
-  /// that waits in that run, and never meets this one there, can then say what differs.
+  /// Tells the other ranks that this one refused the call that would have been its next run: its
+  /// arguments, as far as known, and why. It waits for nobody and ends nothing. A rank that waits
+  /// in that run for this one can then report the difference.
   virtual void refuse(const NamedValues&, const std::string& /*why*/) {}
 
   /// Ends the communicator with this failure on all ranks that can be reached.
   virtual void tell(const Failure& failure) noexcept = 0;
 
-  /// Lets what was written leave. It is to be called before anything that waits for a peer in
-  /// another way: the peer may still wait for a message.
+  /// Sends what is still queued. Call it before anything that waits for a peer in another way: the
+  /// peer may still wait for a message.
   virtual void flush() noexcept {}
 
-  /// The name of a rank in messages: "5", or "1 (5 of all)" in what was split from another.
+  /// The name of a rank in messages: "5", or "1 (5 of all)" in one that was split from another.
   std::string name_of(int rank) const;
   /// For each rank its number in the communicator that all were split from; empty where this is
-  /// that one.
+  /// that communicator.
   const std::vector<int>& origins() const { return origins_; }
 
-  /// What this rank asks for at a split, and the group that it finds in all ranks' requests.
+  /// This rank's request at a split, and its group by all ranks' requests.
   std::string split_request(int color, int key) const;
   Group group_of(const std::vector<std::string>& requests) const;
 
-  /// Makes a control plane among the members of a group, whose messages travel over this one, and
-  /// which keeps it. It is null where this kind of control plane has none.
+  /// Makes a control plane among the members of a group. Its messages travel over this one, which
+  /// it keeps alive. Null where this kind of control plane has none.
   virtual std::shared_ptr<Control> branch(const Group&) { return nullptr; }
 
   /// Takes this control plane's place below `parent`: ranks are named after it, and its end is the
   /// end of this one.
   void set_parent(Control& parent, const Group& group);
 
-  /// Makes the end of this control plane the end of the one that it was split from too, for parts
-  /// that all ranks of the parent use together: who waits in vain here may wait for one that waits
-  /// in another part. So the roll is called in the parent, and a failure has the parent's numbers.
+  /// Makes the end of this control plane also the end of its parent, for parts that all ranks of
+  /// the parent use together: a rank that never comes here may itself wait in another part. So the
+  /// roll is called in the parent, and a failure has the parent's numbers.
   void end_with_parent();
 
   Outcome& outcome() { return *outcome_; }
@@ -121,21 +121,20 @@ class Control : public std::enable_shared_from_this<Control> {
   /// Moves the data of open transfers; false where none moved.
   bool progress() { return move_ && move_(); }
 
-  /// Is called from a loop that waits: asks the caller, ten times a second at most, whether to go
-  /// on.
+  /// Called from a loop that waits: asks the caller, at most ten times a second, whether to go on.
   void check_interrupt(const char* step) {
     if (gives_up_.now())
       fail({ErrorKind::rank_failure, rank(), step,
             "Rank " + name_of(rank()) + " gave up: it was interrupted at '" + step + "'."});
   }
 
-  /// The run as this rank asks others for it.
+  /// The run in the form that this rank asks others for.
   AskedRun asked(RunName run) const { return runs_.find(run); }
 
   /// The place of the last run that this rank began.
   std::uint64_t place() const { return runs_.count(); }
 
-  /// What this rank was given for a run; empty where it does not know it (any longer).
+  /// This rank's description of a run; empty where it is not (or no longer) known.
   NamedValues describe(const AskedRun& asked) const {
     const RunName run = runs_.at(asked);
     const auto found = logs_.find(run.layer);
@@ -143,7 +142,7 @@ class Control : public std::enable_shared_from_this<Control> {
     return log ? log->describe(run.run) : NamedValues{};
   }
 
-  /// The parent, where this fails with it (end_with_parent); else null.
+  /// The parent, where both fail together (end_with_parent); else null.
   Control* failure_domain() const { return failure_domain_.get(); }
   Failure in_failure_domain(Failure failure) const {
     if (failure.rank >= 0) failure.rank = members_[failure.rank];
@@ -168,7 +167,7 @@ class Control : public std::enable_shared_from_this<Control> {
   std::map<std::uint32_t, std::weak_ptr<const RunLog>> logs_;
 };
 
-/// What a transport's abort(why) tells: that this rank gives up.
+/// The failure of a transport's abort(why): this rank gives up.
 Failure gave_up(const Control& control, const std::string& why);
 
 /// Makes a control plane for one process alone.

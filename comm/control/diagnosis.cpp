@@ -96,8 +96,8 @@ Failure Diagnosis::late(int p, const std::string& how) const {
                       name_of(p), how)};
 }
 
-/// The failure of a rank that does not come. Where it refused its call of the run that others
-/// are in, the failure says so, and what differs between the two calls.
+/// The failure of a missing rank. Where it refused its call of the run that others are in, the
+/// failure has that reason, and the difference between the two calls.
 Failure Diagnosis::unless_refused(Failure absent) const {
   const auto& refused = peers_[absent.rank].refused;
   if (!refused) return absent;
@@ -119,7 +119,7 @@ Failure Diagnosis::unless_refused(Failure absent) const {
   return absent;
 }
 
-/// The step where most ranks wait; of equals the lowest rank's.
+/// The step where most ranks wait; in a tie the lowest rank's.
 const std::string& Diagnosis::usual_step() const {
   const auto votes = [&](const Peer& candidate) {
     return std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {

@@ -1,5 +1,5 @@
-// Who is to blame: what a rank knows of its peers, and the failure that it makes of that. Ranks
-// that know the same name the same rank.
+// Finds the rank to blame: what a rank knows of its peers, and the failure that follows from it.
+// Ranks with the same knowledge name the same rank.
 #pragma once
 
 #include <deque>
@@ -15,7 +15,7 @@ namespace longspan::comm {
 
 inline constexpr const char* kSameOrder = "every rank must make the same calls in the same order.";
 
-/// What a rank knows of a peer, and in its own place what it has told the others.
+/// What a rank knows of a peer, and of itself what it has told the others.
 struct Peer {
   std::deque<GatherPart> gathered;  // parts of gathers that have not been opened
   bool counted = false;             // in the gather that runs now
@@ -34,12 +34,12 @@ class Diagnosis {
   /// A peer is gone before the step was done.
   Failure departure(int p) const;
 
-  /// Finds two ranks that were given different things for the same run; nothing while none are
+  /// Finds two ranks that were given different arguments for the same run; nothing while none are
   /// known.
   std::optional<Failure> disagreement() const;
 
   /// Names the rank to blame after a roll call. `mute_relay` is the rank that passes messages on,
-  /// where not even this rank's echo came back through it.
+  /// where not even this rank's own echo came back through it.
   Failure verdict(std::optional<int> mute_relay) const;
 
  private:

@@ -53,7 +53,7 @@ int meeting_port() {
   if (const int port = Env::read().port) return port;
   if (const auto port = number("MASTER_PORT", 1, 65535))
     return static_cast<int>(*port < 65535 ? *port + 1 : *port - 1);
-  // Any port will do that all ranks of the step compute alike and other steps do not.
+  // Any port that all ranks of the step compute alike, and other steps do not.
   return 20000 + static_cast<int>((id_in("SLURM_JOB_ID") * 31 + id_in("SLURM_STEP_ID")) % 20000);
 }
 
@@ -63,7 +63,7 @@ void check_rank(int rank, int size) {
         fmt::format("The launcher set rank {} of {} ranks, which cannot be.", rank, size));
 }
 
-/// What tells a process its place among the ranks of a launcher.
+/// The variables that give a process its place among the ranks of a launcher.
 struct Variables {
   const char* rank;
   const char* size;
@@ -83,12 +83,12 @@ std::string list_of(const std::vector<std::string>& names, const char* one, cons
   return fmt::format("{} {}", fmt::join(names, " and "), names.size() == 1 ? one : several);
 }
 
-/// Throws where some of a launcher's variables speak of other ranks and others are missing: a
-/// process that took itself for one alone would compute alone, while the others wait for it.
+/// Throws where some of a launcher's variables imply other ranks and others are missing: as a
+/// process alone it would compute alone, while the others wait for it.
 void refuse_half(const Variables& of) {
   const auto rank = rank_in(of.rank), size = ranks_in(of.size);
   if ((!rank && !size) || has_all(of)) return;
-  if (size == 1 && rank.value_or(0) == 0) return;  // of one rank nothing is missing
+  if (size == 1 && rank.value_or(0) == 0) return;  // with one rank nothing is missing
   std::vector<std::string> set, missing;
   for (const char* name : {of.rank, of.size, of.address}) {
     if (!name) continue;
@@ -104,7 +104,7 @@ void refuse_half(const Variables& of) {
       list_of(set, "is set", "are set"), list_of(missing, "is not", "are not")));
 }
 
-/// Nothing where this launcher of MPI did not start this process, as far as its variables say.
+/// Nothing where, by its variables, this launcher of MPI did not start this process.
 std::optional<Launch> mpi_launch(const Variables& of) {
   const auto rank = rank_in(of.rank), size = ranks_in(of.size);
   if (!size || (!rank && *size > 1)) return std::nullopt;
@@ -124,7 +124,7 @@ Launch find_launch() {
     return met(Launcher::torchrun, *rank_in(kTorch.rank), *ranks_in(kTorch.size),
                *env_text(kTorch.address));
   };
-  // A job of mpirun may start torchrun, one on each machine: the inner launcher counts.
+  // A job of mpirun may start torchrun on each machine: the inner launcher counts.
   if (env_text("TORCHELASTIC_RUN_ID")) {
     refuse_half(kTorch);
     if (has_all(kTorch)) return of_torch();

@@ -1,4 +1,4 @@
-// Tells who started this process. It is the one place that knows the launchers' variables.
+// Finds the launcher of this process. Only this file knows the launchers' variables.
 #pragma once
 
 #include <chrono>
@@ -18,8 +18,8 @@ struct Launch {
   int port = 0;
 };
 
-/// Finds the launcher. Throws UsageError where the variables are not whole numbers or do not fit
-/// together, and where some of those that tell a rank its place are set and others are not.
+/// Finds the launcher. Throws UsageError where variables are not whole numbers or contradict each
+/// other, and where only some of those that give a rank its place are set.
 Launch find_launch();
 
 /// See launched_rank of longspan/communicator.hpp.

@@ -97,7 +97,7 @@ void Outcome::propagate(const Failure& failure, const std::vector<Child>& childr
     try {
       inherited.step = failure.step;
       inherited.what = "The communicator that this one was split from has ended: " + failure.what;
-    } catch (const std::exception&) {  // where there is no memory for the text, the end itself
+    } catch (const std::exception&) {  // without memory for the text, the end itself
                                        // takes none
     }
     outcome->note(inherited);

@@ -1,7 +1,7 @@
-// Keeps why a communicator ended. The first failure is kept, and the other ranks are told it, so
-// that all of them end with the same error. The first call that meets the end throws it as it is.
-// Later calls throw the same type, and say that the communicator had ended before them: they may
-// not have the argument that the failure names.
+// Keeps why a communicator ended. The first failure is kept and sent to the other ranks, so that
+// all end with the same error. The first call that meets the end throws it unchanged. Later calls
+// throw the same type, with a note that the communicator had ended before: they may not have the
+// argument that the failure names.
 #pragma once
 
 #include <atomic>
@@ -17,15 +17,15 @@ namespace longspan::comm {
 
 struct Failure {
   ErrorKind kind = ErrorKind::internal;
-  int rank = -1;  // the rank that is to blame; -1: not known
+  int rank = -1;  // the rank to blame; -1: unknown
   std::string step;
   std::string what;
 };
 
-/// A time as messages have it: "2.5 s".
+/// A time in the form of messages: "2.5 s".
 std::string seconds(std::chrono::milliseconds time);
 
-/// Throws a RankError, or a BackendError or UsageError where the kind says so.
+/// Throws a RankError, or a BackendError or UsageError by its kind.
 [[noreturn]] void throw_failure(const Failure& failure);
 
 std::string to_text(const Failure& failure);
@@ -36,8 +36,8 @@ Failure failure_from(const std::string& text);
 /// else.
 long long number_from(const std::string& text, long long low, long long high);
 
-/// Holds the failure of a communicator. Any thread may look, and the first failure that one of them
-/// meets is kept. What was split from a communicator ends with it: an outcome has children.
+/// Holds the failure of a communicator. Any thread may look, and the first failure that a thread
+/// finds is kept. What was split from a communicator ends with it: an outcome has children.
 class Outcome {
  public:
   bool failed() const { return failed_.load(std::memory_order_acquire); }
@@ -47,8 +47,7 @@ class Outcome {
     note(failure);
     throw_first();
   }
-  /// Keeps the first failure. It takes no memory where there is none: then its text is lost, and
-  /// the failure is not.
+  /// Keeps the first failure. Without memory its text is lost, but not the failure.
   void note(const Failure& failure) noexcept;
   /// Lets `child` end where this ends. `members` are, by its ranks, their ranks here.
   void add_child(const std::shared_ptr<Outcome>& child, std::vector<int> members);

@@ -20,7 +20,7 @@ class MailControl final : public Control {
  public:
   using Family = std::vector<MailControl*>;
 
-  /// `family` holds all that were split from one communicator, and that one.
+  /// `family` holds a communicator and all that were split from it.
   MailControl(std::unique_ptr<Mailbox> mailbox, milliseconds deadline,
               std::shared_ptr<Family> family = std::make_shared<Family>())
       : Control(deadline),
@@ -126,13 +126,13 @@ class MailControl final : public Control {
   }
 
  private:
-  /// A mailbox over this one for a group's messages, by its members' places in the group.
+  /// A mailbox over this one for a group's messages, addressed by place in the group.
   class Branch;
   struct GroupInbox {
     std::vector<int> members;
     std::deque<Mailbox::Message> received;
 
-    /// Accepts a message from this rank of the parent. Drops it if that rank is no member.
+    /// Accepts a message from this rank of the parent. Drops it if that rank is not a member.
     void deliver(int from, Mailbox::Message::Kind kind, std::string body) {
       const auto member = std::find(members.begin(), members.end(), from);
       if (member == members.end()) return;
@@ -182,7 +182,7 @@ class MailControl final : public Control {
 
   void depart(int from, Mailbox::Message::Kind how) {
     Peer& peer = peers_[from];
-    if (peer.gone) return;  // it left a group before it left what the group was split from
+    if (peer.gone) return;  // it left a group before it left the group's parent
     peer.gone = true;
     peer.left = how == Mailbox::Message::left;
     for (auto& [number, inbox] : inboxes_) inbox.deliver(from, how, {});
@@ -203,7 +203,7 @@ class MailControl final : public Control {
   void accept(int from, GroupMessage&& message) {
     if (const auto inbox = inboxes_.find(message.number); inbox != inboxes_.end())
       inbox->second.deliver(from, std::move(message.body));
-    else if (message.number >= next_number())  // others may be through with a split earlier
+    else if (message.number >= next_number())  // others may finish a split earlier
       early_[message.number].push_back({from, std::move(message.body)});
   }
 
@@ -212,11 +212,10 @@ class MailControl final : public Control {
             "What rank " + name_of(from) + " sent cannot be read: " + why};
   }
 
-  /// Tells the others where this rank waits and what it was given for `run`, and takes in what they
-  /// tell, until every rank has answered for the same run or the time for it is over. Of the runs
-  /// that ranks ask for, all take the earliest: in layers that they run in different orders each
-  /// may have found another. A rank that stopped at the first difference might name another pair
-  /// than its peers do: only ranks that know the same name the same.
+  /// Tells the others where this rank waits and what it was given for `run`. Takes in their answers
+  /// until every rank has answered for the same run, or time is up. All ranks choose the earliest
+  /// run that any asks for: with layers in different orders each may have found another. No rank
+  /// stops at the first difference: only ranks with the same knowledge name the same pair.
   void call_roll(const char* step, milliseconds waited, AskedRun run) {
     post_wait_notice(step, waited, earliest_asked(run));
     echo_came_ = false;
@@ -245,8 +244,8 @@ class MailControl final : public Control {
     peers_[rank()].waits = std::move(own);
   }
 
-  /// Answers where another rank calls the roll: the first whose time is over calls it, and every
-  /// rank that receives a notice answers.
+  /// Answers where another rank calls the roll. The first rank whose time is over calls it, and
+  /// every rank that receives a notice answers.
   void answer_roll_calls(const char* step, milliseconds waited) {
     for (int p = 0; p < size(); ++p)
       if (p != rank() && peers_[p].waits) timed_out(step, waited);
@@ -254,15 +253,15 @@ class MailControl final : public Control {
   }
 
   /// Answers a roll call of another communicator. A rank that waits in one communicator of a family
-  /// runs: where the roll is called in another one it says so, and the rank that is silent there is
-  /// the one that is stuck.
+  /// is running: it answers in the others where the roll is called. A rank that is silent there is
+  /// stuck.
   void answer(const char* step, milliseconds waited) try {
     if (outcome().failed()) return;
     receive_all();
     if (!peers_[rank()].waits &&
         std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) { return peer.waits; }))
       post_wait_notice(step, waited, asked(run()));
-  } catch (const Error&) {  // that one has ended, and its own callers get the reason
+  } catch (const Error&) {  // it has ended, and its own callers get the reason
     if (!outcome().failed()) throw;
   }
 
@@ -271,7 +270,7 @@ class MailControl final : public Control {
       if (relative != this) relative->answer(step, waited);
   }
 
-  /// The ranks whose answer for the run of this rank's own notice is still to come.
+  /// The ranks that have not answered for the run of this rank's own notice.
   int count_missing() const {
     const AskedRun& own = peers_[rank()].waits->run;
     return static_cast<int>(std::count_if(peers_.begin(), peers_.end(), [&](const Peer& peer) {
@@ -296,7 +295,7 @@ class MailControl final : public Control {
   Patience::Clock::time_point looked_{};
   std::shared_ptr<Family> family_;
   std::map<std::uint32_t, GroupInbox> inboxes_;       // of the groups that exist here
-  std::map<std::uint32_t, std::deque<Early>> early_;  // for groups that will be
+  std::map<std::uint32_t, std::deque<Early>> early_;  // for groups to come
 };
 
 class MailControl::Branch final : public Mailbox {
@@ -314,7 +313,7 @@ class MailControl::Branch final : public Mailbox {
     try {
       for (int p = 0; p < size(); ++p)
         if (p != rank()) post(p, "");
-    } catch (...) {  // without memory for a goodbye, the others meet their deadline
+    } catch (...) {  // without memory for a goodbye, the others run into their deadline
     }
     parent_->inboxes_.erase(group_.number);
   }

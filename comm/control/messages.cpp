@@ -7,7 +7,7 @@
 namespace longspan::comm {
 namespace {
 
-/// No message has as many milliseconds or runs.
+/// More milliseconds or runs than any message has.
 constexpr long long kMostNumber = 1'000'000'000'000;
 
 std::uint32_t number32(const std::string& text, long long low) {

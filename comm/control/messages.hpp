@@ -1,5 +1,5 @@
-// What ranks tell each other over a mailbox, and how it is written: a byte for the kind, then the
-// fields as texts (wire.hpp).
+// The messages of a mailbox and their encoding: a byte for the kind, then the fields as texts
+// (wire.hpp).
 //     g step text      GatherPart
 //     w waited step place layer run description
 //                      WaitNotice
@@ -27,8 +27,8 @@ struct GatherPart {
   std::string text;
 };
 
-/// In a roll call: this rank still runs, waits at `step`, and was given this for the run that the
-/// roll is called for.
+/// In a roll call: this rank still runs, waits at `step`, and was given this for the run in
+/// question.
 struct WaitNotice {
   std::string step;
   milliseconds waited;
@@ -36,7 +36,7 @@ struct WaitNotice {
   std::vector<std::string> description = {};  // names and values of the run, in turn
 };
 
-/// This rank refused the call that would have been its run of this place.
+/// This rank refused the call that would have been its run at this place.
 struct Refusal {
   std::uint64_t place;
   std::string reason;
@@ -48,10 +48,10 @@ struct Refusal {
 /// This rank called again after a refusal, and has begun that run.
 struct RefusalWithdrawn {};
 
-/// A message to oneself, through the process that passes messages on: that it does so.
+/// A message to oneself, through the process that relays messages: proof that it does.
 struct Echo {};
 
-/// A message of the group of this number, which was split from this communicator; an empty one is
+/// A message of the group of this number, which was split from this communicator. An empty one is
 /// the last: this rank has left the group.
 struct GroupMessage {
   std::uint32_t number;
@@ -62,10 +62,10 @@ using ControlMessage =
     std::variant<GatherPart, WaitNotice, Refusal, RefusalWithdrawn, Failure, Echo, GroupMessage>;
 
 std::string encode(const ControlMessage& message);
-/// Throws an internal Error for what no rank of this version writes.
+/// Throws an internal Error for a message that no rank of this version writes.
 ControlMessage decode(const std::string& text);
 
-/// What a rank asks for at a split; `number` is the lowest that its group may have.
+/// A rank's request at a split; `number` is the lowest that its group may have.
 struct SplitRequest {
   int color;
   int key;

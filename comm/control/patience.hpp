@@ -1,6 +1,6 @@
-// How long, and how, to wait for another rank. At first the poll is repeated at once (a peer on
-// another core answers within microseconds), then the core is yielded to whoever else needs it, and
-// at last the thread sleeps, so that many ranks on few cores do not slow the one they wait for.
+// How to wait for another rank, and how long. At first the wait polls at once (a peer on another
+// core answers within microseconds). Then it yields the core to other threads, and at last it
+// sleeps, so that many ranks on few cores do not slow the rank that they wait for.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace longspan::comm {
 
 using std::chrono::milliseconds;
 
-/// Counts how long a thread has waited. From one poll to the next no more than kMostAtOnce counts:
-/// a process that was stopped, with its machine perhaps, has not waited meanwhile, and must not
-/// blame others for its own silence.
+/// Counts how long a thread has waited. Between two polls at most kMostAtOnce counts: a process
+/// that was stopped, perhaps with its machine, did not wait meanwhile, and must not blame others
+/// for its own silence.
 class Patience {
  public:
   using Clock = std::chrono::steady_clock;
@@ -23,7 +23,7 @@ class Patience {
 
   explicit Patience(milliseconds limit) : seen_(Clock::now()), limit_(limit) {}
 
-  /// Is called after a poll that found nothing.
+  /// Called after a poll that found nothing.
   void pause() {
     using namespace std::chrono_literals;
     count();
@@ -35,7 +35,7 @@ class Patience {
       std::this_thread::sleep_for(std::clamp<Clock::duration>(idle / 64, 50us, 1ms));
   }
 
-  /// Is called likewise by a caller that can be woken: sleep(limit) may return earlier.
+  /// The same for a caller that can be woken: sleep(limit) may return earlier.
   template <class Sleep>
   void pause(const Sleep& sleep) {
     using namespace std::chrono_literals;
@@ -46,7 +46,7 @@ class Patience {
     count();
   }
 
-  /// Is called after a poll that found something.
+  /// Called after a poll that found something.
   void progress() {
     count();
     busy_until_ = waited_;
@@ -68,7 +68,7 @@ class Patience {
   milliseconds limit_;
 };
 
-/// Whom a rank asks while it waits, ten times a second at most, whether it is to give up (see
+/// The callback that a waiting rank asks, at most ten times a second, whether to give up (see
 /// Communicator::on_wait).
 class GivesUp {
  public:

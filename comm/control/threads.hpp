@@ -1,5 +1,5 @@
-// Starts threads, which may fail: a limit on processes or on memory is an error of the machine, and
-// the code that asked for the thread gets an error that names it instead of std::terminate.
+// Starts threads, which may fail: a limit on processes or memory is an error of the machine. The
+// caller gets an error that names it instead of std::terminate.
 #pragma once
 
 #include <string>

@@ -23,10 +23,10 @@ struct Watchdog::State {
   std::vector<bool> open;          // by slot
   int first = 0;
   int count = 0;
-  Clock::time_point since{};  // when the oldest piece became the oldest
+  Clock::time_point since{};  // when the oldest piece became so
   std::string expired;        // the step whose time is over
   bool has_expired = false;
-  bool abort = false;  // it was asked for
+  bool abort = false;  // requested
   bool stop = false;
   bool ended = false;  // the thread has ended
 };
@@ -81,8 +81,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
   std::unique_lock lock(s.mutex);
   bool aborted = false;
   while (!s.stop || (s.abort && !aborted)) {
-    // A thread that queues work does not wake this one: that would cost more than looking now and
-    // then.
+    // A thread that queues work does not wake this one: a look now and then is cheaper.
     s.changed.wait_for(lock, period, [&] { return s.stop || (s.abort && !aborted); });
     while (!aborted && s.count > 0 && !s.open[s.first] && s.duties.done(s.first)) {
       s.first = (s.first + 1) % s.duties.slots;
@@ -90,7 +89,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
       s.since = Clock::now();
     }
     if (!aborted && s.count > 0 && Clock::now() - s.since >= s.duties.deadline) {
-      if (!s.has_expired) s.expired.swap(s.steps[s.first]);  // a copy might find no memory
+      if (!s.has_expired) s.expired.swap(s.steps[s.first]);  // a copy might fail for memory
       s.has_expired = s.abort = true;
     }
     if (s.abort && !aborted) {
@@ -100,7 +99,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
       lock.lock();
     }
   }
-  // The duties hold what belongs to the owner, so they end before the owner hears of the end.
+  // The duties hold memory of the owner, so they end before the owner learns of the end.
   s.duties = {};
   s.ended = true;
   s.changed.notify_all();

@@ -1,7 +1,6 @@
-// Watches work that was queued and that no thread waits for. A thread looks at the oldest piece of
-// it, and when that does not finish within the deadline, aborts, so that the queue comes free.
-// Pieces finish in the order in which they were queued; the clock of each starts when the one
-// before it is done.
+// Watches queued work that no thread waits for. A thread looks at the oldest piece, and aborts
+// where it does not finish within the deadline, which frees the queue. Pieces finish in the order
+// of queueing; the clock of each starts when the one before it is done.
 #pragma once
 
 #include <chrono>
@@ -24,15 +23,15 @@ class Watchdog {
 
   /// Throws BackendError where no thread can be started.
   explicit Watchdog(Duties duties);
-  /// Waits for a running abort a few seconds at most, then leaves it to itself.
+  /// Waits at most a few seconds for a running abort, then leaves it alone.
   ~Watchdog();
 
-  /// Gives the slot for the next piece of work, or nothing while all are taken: older work then
-  /// keeps watch over the same queue.
+  /// The slot for the next piece of work, or nothing while all are taken: older work then keeps
+  /// watch over the same queue.
   std::optional<int> free_slot() const;
-  /// Watches work that was queued at `step`, and whose end done(slot) tells; `slot` is what
-  /// free_slot gave. Work that is still being queued (`open`) is not done before close(slot): a
-  /// call that queues it may block.
+  /// Watches work queued at `step`, which has ended when done(slot) is true; `slot` is from
+  /// free_slot. `open` work is still being queued by a call that may block, and has not ended
+  /// before close(slot).
   void watch(int slot, const char* step, bool open = false);
   void close(int slot);
 

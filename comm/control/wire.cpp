@@ -12,8 +12,8 @@ namespace longspan::comm {
 
 namespace {
 
-/// Bytes of the character of UTF-8 that `text` begins with; 0 where it is none, or one that
-/// controls a terminal.
+/// Bytes of the UTF-8 character that `text` begins with; 0 for invalid bytes, and for a character
+/// that controls a terminal.
 std::size_t shown_bytes(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   if (byte(0) < 0x80) return byte(0) >= 0x20 && byte(0) != 0x7f ? 1 : 0;

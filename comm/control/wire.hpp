@@ -1,5 +1,5 @@
-// Packs several texts into one: each is written as its length, a colon, and its bytes ("5:hello"),
-// so that any bytes may travel. The control plane sends nothing else.
+// Packs several texts into one: each as its length, a colon, and its bytes ("5:hello"), so that any
+// bytes may travel. The control plane sends nothing else.
 #pragma once
 
 #include <cstddef>
@@ -28,11 +28,11 @@ inline std::string pack_all(const std::vector<std::string>& texts) {
   return packed;
 }
 
-/// A text of somebody else as it may stand in a message: control characters, and bytes that are no
-/// UTF-8, are escaped ("\x1b"), and what is longer than `most` bytes is cut, and says so.
+/// Another's text, safe for a message: control characters, and bytes that are not UTF-8, are
+/// escaped ("\x1b"). A text longer than `most` bytes is cut, with a note of it.
 std::string printable(std::string_view text, std::size_t most = 500);
 
-/// Throws an internal Error, for bytes that pack did not write.
+/// Throws an internal Error for bytes that pack did not write.
 [[noreturn]] void throw_damage();
 
 /// Takes texts apart; throws that error for such bytes.

@@ -16,7 +16,7 @@ cudaEvent_t make_event() {
   return event;
 }
 
-/// While it lives, calls of this thread that a capture might mind are allowed.
+/// While it lives, this thread may make calls that a capture would forbid.
 class Relaxed {
  public:
   Relaxed() { exchange(); }
@@ -94,13 +94,13 @@ void SideStream::join(int number, cudaStream_t to) const {
   LONGSPAN_CUDA(cudaStreamWaitEvent(to, at(number).event, 0));
 }
 
-/// What is captured runs later and more than once, and CUDA does not let it be asked for.
+/// A captured event runs later and more than once, and CUDA forbids a query of it.
 bool SideStream::is_done(int number) const {
   if (at(number).is_captured) return false;
   const Relaxed relaxed;
   const cudaError_t status = cudaEventQuery(at(number).event);
   if (status == cudaErrorNotReady) {
-    // Not an error, but it may stand there as the last one.
+    // Not an error, but CUDA may keep it as the last one.
     if (cudaPeekAtLastError() == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
     return false;
   }

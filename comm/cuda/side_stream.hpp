@@ -1,6 +1,6 @@
-// A stream beside the callers', on which transfers run while theirs compute. A transfer forks from
-// a caller's stream by one event and is joined by another, so that a caller's stream that is
-// captured takes both streams into its graph.
+// A stream for transfers that run while the callers' streams compute. One event forks a transfer
+// from a caller's stream, and another joins it to one, so that a captured stream takes both streams
+// into its graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,21 +21,21 @@ class SideStream {
 
   cudaStream_t get() const { return stream_; }
 
-  /// A number for a transfer, whose events are there already unless more are open than ever before.
+  /// A number for a transfer. Its events exist already unless more are open than ever before.
   int take();
-  /// The stream, which from here on follows what `from` has, or had where its place was kept.
+  /// The stream, which from here on follows the work of `from`, now or at its kept place.
   cudaStream_t fork(cudaStream_t from);
-  /// Keeps the place of a stream for so many forks to come.
+  /// Keeps the place of a stream for the next `forks` forks.
   void keep_place(cudaStream_t of, int forks);
   void forget_place() noexcept { places_ = 0; }
-  /// All that the stream has belongs to this transfer, or comes before it.
+  /// All work of the stream belongs to this transfer, or comes before it.
   void mark(int number);
   /// `to` waits for the transfer.
   void join(int number, cudaStream_t to) const;
   bool is_done(int number) const;
   void give_back(int number) noexcept { marks_[static_cast<std::size_t>(number)].is_taken = false; }
 
-  /// Starts a transfer that follows what `from` has: `work(stream)` queues it. Returns its number.
+  /// Starts a transfer after the work of `from`: `work(stream)` queues it. Returns its number.
   template <class Work>
   int start(cudaStream_t from, const Work& work) {
     const int number = take();
@@ -49,7 +49,7 @@ class SideStream {
     return number;
   }
 
-  /// Work of it may never end: nothing may wait for the stream, not even its end.
+  /// Its work may never end: nothing may wait for the stream, not even its destruction.
   void abandon() noexcept { is_abandoned_ = true; }
 
  private:
@@ -64,7 +64,7 @@ class SideStream {
   cudaStream_t stream_ = nullptr;
   cudaEvent_t begin_ = nullptr;  // read when it is waited for, so one is enough
   std::vector<Mark> marks_;
-  int places_ = 0;  // begin_ was recorded for so many forks
+  int places_ = 0;  // forks that begin_ was recorded for
   bool is_abandoned_ = false;
 };
 

@@ -33,7 +33,7 @@ void wait_for_stream(cudaStream_t stream, Patience& patient, const std::function
       LONGSPAN_CUDA_STATUS(status, "cudaStreamQuery");
       return;
     }
-    // Not an error, but it may stand there as the last one.
+    // Not an error, but CUDA may keep it as the last one.
     if (cudaPeekAtLastError() == cudaErrorNotReady) static_cast<void>(cudaGetLastError());
     look();
     patient.pause();

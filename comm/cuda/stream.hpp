@@ -1,4 +1,4 @@
-// Small things about GPUs and their streams.
+// Helpers for GPUs and their streams.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,10 +17,10 @@ inline cudaStream_t cuda(Stream stream) { return static_cast<cudaStream_t>(strea
 /// For people.
 std::string name_of_gpu(int gpu);
 
-/// UsageError for a GPU that is none of the `visible` ones; below 0 it is to be chosen.
+/// UsageError for a GPU outside the `visible` ones; below 0 it is chosen later.
 void check_gpu(int asked, int visible);
 
-/// Queues the copy, unless both are one place.
+/// Queues the copy, unless both are the same place.
 void copy_on(cudaStream_t stream, const void* from, void* to, std::size_t bytes);
 
 /// Polls until the stream is done; `look` is called between polls and may throw.

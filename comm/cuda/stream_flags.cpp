@@ -11,7 +11,7 @@
 namespace longspan::comm {
 namespace {
 
-/// What an operation writes into its half of a flag.
+/// The value that an operation writes into its half of a flag.
 cuuint32_t written_by(const FlagOperation& operation) {
   switch (operation.kind) {
     case FlagOperation::raise:

@@ -1,5 +1,5 @@
-// Makes our communicator of an MPI communicator: messages go over MPI in any case, states over MPI
-// on processors and over NCCL on GPUs.
+// Makes a longspan communicator from an MPI communicator. Messages always go over MPI; states go
+// over MPI on CPUs and over NCCL on GPUs.
 #include "comm/mpi/from_mpi.hpp"
 
 #include <fmt/format.h>

@@ -1,4 +1,4 @@
-// Holds what longspan::mpi gives to the table of libraries.
+// The entry of longspan::mpi in the table of libraries.
 #include <mpi.h>
 
 #include <string>
@@ -11,7 +11,7 @@
 namespace longspan::comm {
 namespace {
 
-/// Gives a text such as "Open MPI v4.1.4", for the library that runs.
+/// A text such as "Open MPI v4.1.4", for the library that runs.
 std::string version() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;

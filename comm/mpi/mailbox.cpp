@@ -1,5 +1,5 @@
-// Sends messages by calls that return at once: a peer that stops in the middle of a message holds
-// up its own messages and those of no other. The last message of a rank is empty, and says goodbye.
+// Sends messages by calls that return at once: a peer that stops in the middle of a message delays
+// only its own messages. The last message of a rank is empty, and means goodbye.
 #include "comm/mpi/mailbox.hpp"
 
 #include <fmt/format.h>
@@ -28,7 +28,7 @@ MpiMailbox::~MpiMailbox() {
   int finalized = 0;
   MPI_Finalized(&finalized);
   if (duplicate_ && !finalized) post_goodbye();
-  // What MPI may still read or write stays where it is: this memory is the price of not waiting.
+  // Memory that MPI may still read or write stays allocated: the price of not waiting.
   if (!finalized && (!sweep() || receives())) static_cast<void>(messages_.release());
 }
 
@@ -45,7 +45,7 @@ void MpiMailbox::post_goodbye() noexcept try {
   for (Patience patient(milliseconds(100)); present_ > 0 && !patient.over(); patient.pause())
     next();
   if (present_ > 0) duplicate_->keep();
-} catch (...) {  // one of MPI, or no memory for a message
+} catch (...) {  // an error of MPI, or no memory for a message
   duplicate_->keep();
 }
 
@@ -61,7 +61,7 @@ void MpiMailbox::post(int to, const std::string& text) {
 }
 
 std::optional<Mailbox::Message> MpiMailbox::next() {
-  // A probe looks first and then lets MPI go on: what that brings is there at the second look.
+  // A probe looks first and then lets MPI progress: a second probe finds what arrived.
   for (int tried = 0; tried < 2 * size(); ++tried) {
     const int peer = next_peer_;
     next_peer_ = (next_peer_ + 1) % size();
@@ -80,7 +80,7 @@ std::optional<Mailbox::Message> MpiMailbox::next() {
     int done = 0;
     LONGSPAN_MPI(MPI_Test(&message.request, &done, MPI_STATUS_IGNORE));
     if (!done) continue;
-    next_peer_ = peer;  // there may be more from this one
+    next_peer_ = peer;  // there may be more from this peer
     if (!message.text.empty()) return Message{peer, Message::text, std::move(message.text)};
     --present_;
     return Message{peer, Message::left};
@@ -93,7 +93,7 @@ bool MpiMailbox::sweep() noexcept {
   for (auto message = leaving.begin(); message != leaving.end();) {
     int done = 0;
     MPI_Test(&message->request, &done, MPI_STATUS_IGNORE);
-    // A request that failed is over as well: MPI has then taken its handle back.
+    // A failed request is over too: MPI has then taken its handle back.
     const bool over = done || message->request == MPI_REQUEST_NULL;
     message = over ? leaving.erase(message) : std::next(message);
   }

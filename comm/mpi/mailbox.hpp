@@ -33,13 +33,13 @@ class MpiMailbox final : public Mailbox {
   void distrust() noexcept override;
 
  private:
-  /// A message on its way: MPI reads or writes the text where it lies.
+  /// A message on its way: MPI reads or writes the text in place.
   struct Moving {
     std::string text;
     MPI_Request request = MPI_REQUEST_NULL;
   };
   struct Messages {
-    std::list<Moving> leaving;   // a list, so that none of them moves
+    std::list<Moving> leaving;   // a list, so that none of them moves in memory
     std::vector<Moving> coming;  // one from each peer at a time, so that order is kept
   };
 

@@ -1,6 +1,6 @@
-// The object file that the target longspan::mpi puts into every program that links it. A linker
-// takes from a static library, and keeps of the shared ones (--as-needed), what an object of the
-// program refers to; this one refers to MPI's part where the program itself does not.
+// The object file that the target longspan::mpi puts into every program that links it. Linkers use
+// of a static library, and keep of shared ones (--as-needed), only what an object of the program
+// refers to. This object refers to MPI's part where the program itself does not.
 #include "comm/mpi/registration.hpp"
 
 namespace {

@@ -1,4 +1,4 @@
-// How longspan::mpi enters the table of comm/libraries.hpp.
+// Registers longspan::mpi in the table of comm/libraries.hpp.
 #pragma once
 
 namespace longspan::comm {

@@ -46,8 +46,8 @@ bool is_initialized() {
   return initialized != 0;
 }
 
-/// The rank as its launcher names it, alike in all processes that inherit its variables; empty
-/// where the launcher gives jobs no names.
+/// The rank's name by its launcher, the same in all processes that inherit its variables; empty
+/// where the launcher does not name jobs.
 std::string name_of_rank() {
   constexpr const char* kNames[][2] = {{"PMIX_NAMESPACE", "PMIX_RANK"}, {"PMI_JOBID", "PMI_RANK"}};
   for (const auto& [job, rank] : kNames)
@@ -74,8 +74,8 @@ void remember_forks() {
 
 void claim_rank() {
   if (mpi_ran_before_fork) refuse_process("The process that this one was forked from");
-  // A Unix socket in the namespace that has names and no files: the system takes it back when the
-  // process ends.
+  // A Unix socket in the abstract namespace, which has names and no files: the system frees it when
+  // the process ends.
   static std::mutex mutex;
   static int claim = -1;
   const std::lock_guard lock(mutex);
@@ -93,7 +93,7 @@ void claim_rank() {
   if (is_taken && !is_initialized()) refuse_process("Another process");
 }
 
-/// What the thread and the session share. The thread says where it is, the session where it may go.
+/// Shared by the thread and the session: how far the thread is, and how far it may go.
 struct MpiSession::Shared {
   std::mutex mutex;
   std::condition_variable changed;
@@ -230,18 +230,18 @@ MpiDuplicate::MpiDuplicate(MPI_Comm comm, std::chrono::milliseconds deadline,
     }
   };
   MPI_Request request = MPI_REQUEST_NULL;
-  // MPI writes the duplicate when all ranks have come, which may be after this rank has given up:
-  // its place must still be there then.
+  // MPI writes the duplicate when all ranks have come, perhaps after this rank gave up: its memory
+  // must still exist then.
   auto place = std::make_unique<MPI_Comm>(MPI_COMM_NULL);
   LONGSPAN_MPI(MPI_Comm_idup(comm, place.get(), &request));
   try {
     complete(request);
   } catch (...) {
-    static_cast<void>(place.release());  // it stays where it is
+    static_cast<void>(place.release());  // it is kept
     throw;
   }
   comm_ = *place;
-  // Open MPI 4.1 can crash on a message that overtakes the birth of its communicator, so no rank
+  // Open MPI 4.1 can crash on a message that arrives before its communicator exists, so no rank
   // writes before all have it.
   LONGSPAN_MPI(MPI_Ibarrier(comm, &request));
   complete(request);

@@ -1,5 +1,5 @@
-// Keeps MPI's own objects for as long as they are used: MPI itself where longspan started it, and
-// the duplicate of the caller's communicator that keeps longspan's messages apart from all others.
+// Keeps MPI's own objects while they are used: MPI itself where longspan started it, and the
+// duplicate of the caller's communicator that separates longspan's messages from all others.
 #pragma once
 
 #include <mpi.h>
@@ -10,10 +10,10 @@
 
 namespace longspan::comm {
 
-/// Finalises MPI when the last communicator that came from the environment goes, unless one of them
-/// failed: finalising waits for all ranks, and one of them may be gone. MPI wants to be finalised
-/// by the thread that initialised it, and either call may block past any deadline. So both run on
-/// one thread that lives as long, and at the end none has to be started, which may fail.
+/// Finalises MPI when the last communicator from the environment is released, unless one of them
+/// failed: finalising waits for all ranks, and one of them may be gone. MPI must be finalised by
+/// the thread that initialised it, and either call may block past any deadline. So both run on one
+/// thread that lives that long: none has to be started at the end, which may fail.
 class MpiSession {
  public:
   /// Initialises MPI, or joins the session that is running; null where the caller initialised it.
@@ -21,7 +21,7 @@ class MpiSession {
   static std::shared_ptr<MpiSession> join(std::chrono::milliseconds deadline,
                                           const std::function<bool()>& gives_up);
 
-  /// Is called by join alone.
+  /// Called only by join.
   MpiSession(std::chrono::milliseconds deadline, const std::function<bool()>& gives_up);
   ~MpiSession();
   void failed() { failed_ = true; }
@@ -32,21 +32,21 @@ class MpiSession {
 
   std::chrono::milliseconds deadline_;
   bool failed_ = false;
-  std::shared_ptr<Shared> shared_;  // shared with the thread, which is left behind where MPI blocks
+  std::shared_ptr<Shared> shared_;  // shared with the thread, which is detached where MPI blocks
 };
 
-/// Notes that this process is the one that speaks for its rank of an MPI launcher. Throws
-/// UsageError where it cannot be: a process that a rank has started or forked inherits the
-/// launcher's variables, and MPI_Init would end it, or all ranks, without an error.
+/// Notes that this process speaks for its rank of an MPI launcher. Throws UsageError where it
+/// cannot: a process that a rank started or forked inherits the launcher's variables, and MPI_Init
+/// would end it, or all ranks, without an error.
 void claim_rank();
-/// Is called once, before main: a process that is forked later remembers whether MPI ran before.
+/// Called once, before main: a process forked later remembers whether MPI ran before.
 void remember_forks();
 
-/// Throws UsageError where MPI was initialised for fewer threads than longspan's use of it takes:
-/// longspan computes on threads of its own, and the calling thread calls MPI.
+/// Throws UsageError where MPI was initialised with too low a thread level: longspan computes on
+/// threads of its own, and the calling thread calls MPI.
 void check_thread_level();
 
-/// Decides that, from what is given; it stands apart for tests.
+/// The decision itself, separate for tests.
 void check_thread_level(int provided, bool on_main_thread);
 
 class MpiDuplicate {
@@ -57,10 +57,10 @@ class MpiDuplicate {
                const std::function<bool()>& gives_up = nullptr);
   ~MpiDuplicate();
   MPI_Comm get() const { return comm_; }
-  /// Leaves the communicator to MPI: a peer may still write to it, and MPI may give the number of a
-  /// freed one to another.
+  /// Leaves the communicator to MPI: a peer may still write to it, and MPI may reuse the number of
+  /// a freed one.
   void keep() { kept_ = true; }
-  /// Says that the communicator failed: nothing collective is possible then, finalising neither.
+  /// Notes that the communicator failed: no collective call is possible then, nor finalising.
   void failed();
 
  private:

@@ -1,11 +1,11 @@
 // Runs the collectives over MPI. Every rank sends to and receives from each peer itself, without
-// MPI's own collectives, so that a peer that does not arrive can be named. The calls return at
-// once, and the loop that completes them watches the deadline and the control plane.
+// MPI's own collectives, so that a missing peer can be named. The calls return at once, and the
+// loop that completes them watches the deadline and the control plane.
 //
 // Several transfers may be open. All ranks start them in the same order, and MPI matches messages
-// of two ranks in the order in which they were posted, so nothing else keeps them apart. What was
-// split from a communicator uses the same duplicate with another tag: nothing has to be made or
-// freed by all ranks together, and so nothing can wait for one that does not come.
+// of two ranks in the order of posting, so nothing else is needed to tell them apart. A
+// communicator that was split from another uses the same duplicate with another tag: no collective
+// call makes or frees anything, and so none can wait for a missing rank.
 #include "comm/mpi/transport.hpp"
 
 #include <fmt/format.h>
@@ -29,12 +29,12 @@ namespace longspan::comm {
 namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 30;  // MPI counts bytes in an int
-// A call of MPI that finds nothing takes less, or where everything takes long a few times what the
-// shortest one took; a call that copies some of a message takes longer.
+// A call of MPI that finds nothing takes less than this, or on a slow machine at most a few times
+// the shortest call; a call that copies part of a message takes longer.
 constexpr std::chrono::microseconds kIdleCall{4};
 constexpr int kTimesIdle = 4;
 
-/// What this thread has computed. Time in which others had its core does not count.
+/// CPU time of this thread. Time in which others had its core does not count.
 std::chrono::nanoseconds time_of_thread() {
   timespec time{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
@@ -46,7 +46,7 @@ const std::byte* at(const void* base, std::size_t offset) {
   return static_cast<const std::byte*>(base) + offset;
 }
 
-/// Makes "Open MPI 4.1.4" of "Open MPI v4.1.4, package: ...", and "MPICH 4.0.2" of "MPICH Version:
+/// "Open MPI 4.1.4" from "Open MPI v4.1.4, package: ...", and "MPICH 4.0.2" from "MPICH Version:
 /// 4.0.2 ...".
 std::string library_name() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
@@ -80,7 +80,7 @@ class MpiTransport final : public ControlledTransport {
     return library_name() + " | " + comm::describe(size(), place_);
   }
 
-  /// What MPI still reads or writes stays where it is, as does the communicator on which it does.
+  /// Memory that MPI still reads or writes is kept, with its communicator.
   ~MpiTransport() override {
     if (complete(milliseconds(0))) return;
     duplicate_->keep();
@@ -91,8 +91,8 @@ class MpiTransport final : public ControlledTransport {
 
  protected:
   int start(const Collective& collective, Stream, const char* step) override {
-    // A rank that comes late hears of it here, before anything can be written to memory of the
-    // caller.
+    // A rank that comes late learns of it here, before anything can be written to the caller's
+    // memory.
     or_drop_all([&] { control().check(step, milliseconds(0)); });
     const int number = free_entry(open_);
     Open& open = *open_[number];
@@ -140,9 +140,8 @@ class MpiTransport final : public ControlledTransport {
     return done;
   }
 
-  /// MPI writes where it was told to until all has come, so a transfer that the caller does not
-  /// wait for is waited for here. What goes wrong ends the communicator, and the next call throws
-  /// it.
+  /// MPI writes to the memory until all has come, so a transfer that the caller does not wait for
+  /// is waited for here. An error ends the communicator, and the next call throws it.
   void drop(int number) noexcept override {
     int finalized = 0;
     MPI_Finalized(&finalized);
@@ -175,20 +174,20 @@ class MpiTransport final : public ControlledTransport {
     int bytes;
     bool receives;
   };
-  /// A transfer, whose memory the next transfers use again.
+  /// A transfer, whose memory later transfers reuse.
   struct Open {
     bool is_taken = false;
     Collective collective;
     std::string step;
     RunName run;
-    std::unique_ptr<std::byte[]> staged;  // what is sent; for a sum, also what is received
+    std::unique_ptr<std::byte[]> staged;  // data to send; for a sum, also the received data
     std::size_t staged_bytes = 0;
-    std::vector<MPI_Request> requests;  // the parts say what each of them is
+    std::vector<MPI_Request> requests;  // described by the parts
     std::vector<Part> parts;
     std::vector<MPI_Status> statuses;
     std::vector<int> done;
     std::size_t left = 0;      // requests that are not complete
-    std::size_t received = 0;  // bytes, when all of them are
+    std::size_t received = 0;  // bytes, when all of them are complete
   };
 
   static void keep(const void* from, void* to, std::size_t bytes) {
@@ -196,8 +195,8 @@ class MpiTransport final : public ControlledTransport {
   }
 
   /// Copies the bytes into memory of this transport, with room for `more` behind them. A send to a
-  /// rank that has stopped cannot be called back, and MPI may read it as long as it is open, long
-  /// after the caller freed what was sent.
+  /// stopped rank cannot be cancelled, and MPI may read its memory while it is open, long after the
+  /// caller freed it.
   static std::byte* stage(Open& open, std::size_t bytes, std::size_t more = 0) {
     const std::size_t needed = std::max<std::size_t>(bytes + more, 1);
     if (needed > open.staged_bytes) {
@@ -209,8 +208,8 @@ class MpiTransport final : public ControlledTransport {
     return open.staged.get();
   }
 
-  /// Does the same, with this rank's digest of its run, where the collective has digests, behind
-  /// the bytes.
+  /// Does the same, with this rank's digest of its run behind the bytes, where the collective has
+  /// digests.
   const std::byte* stage_with_digest(Open& open, std::size_t bytes) const {
     const std::uint64_t* digests = open.collective.digests;
     std::byte* staged = stage(open, bytes, digests ? sizeof *digests : 0);
@@ -292,8 +291,8 @@ class MpiTransport final : public ControlledTransport {
       if (p != rank()) work(p);
   }
 
-  /// Calls queue(offset, bytes) for each piece. Nothing at all is one empty piece, so that a peer
-  /// that expects more finds out.
+  /// Calls queue(offset, bytes) for each piece. No bytes are one empty piece, so that a peer that
+  /// expects more finds out.
   template <class Queue>
   static void cut(std::size_t bytes, Queue queue) {
     std::size_t offset = 0;
@@ -321,9 +320,9 @@ class MpiTransport final : public ControlledTransport {
     });
   }
 
-  /// Moves what can move, of all transfers, as MPI does inside of any call. Returns true when all
-  /// of this one has come and gone. `moved_` says whether some has moved now: MPI does not tell of
-  /// a part of a message, but then the call takes the thread longer than one that finds nothing.
+  /// Moves what can move, of all transfers, as MPI does inside any call. Returns true when this
+  /// transfer is complete. `moved_` tells whether some data moved now. MPI does not report a part
+  /// of a message, but then the call takes the thread longer than one that finds nothing.
   bool move(Open& open) {
     moved_ = false;
     if (open.left == 0) return true;
@@ -345,7 +344,7 @@ class MpiTransport final : public ControlledTransport {
     return open.left == 0;
   }
 
-  /// Does what is left to do when all has come.
+  /// Finishes the transfer when all has come.
   void conclude(Open& open) {
     const Collective& collective = open.collective;
     compare(collective.digests, open.run, open.step.c_str());
@@ -388,10 +387,10 @@ class MpiTransport final : public ControlledTransport {
     throw;
   }
 
-  /// Calls back the receives of all transfers: after a failure nothing may be written to a caller's
-  /// memory any more. One that was already coming in cannot be called back, and is waited for, as
-  /// are the sends, for a moment. What is open then belongs to a rank that stopped in the middle of
-  /// it, and stays with MPI: the requests are never given to others, nor is what they read.
+  /// Cancels the receives of all transfers: after a failure nothing may be written to a caller's
+  /// memory any more. A receive that has begun cannot be cancelled: it is waited for a moment, as
+  /// are the sends. What is open then belongs to a rank that stopped in the middle of it, and stays
+  /// with MPI: its requests and memory are never reused.
   void drop_all() noexcept {
     if (!is_dropped_) {
       is_dropped_ = true;
@@ -401,12 +400,12 @@ class MpiTransport final : public ControlledTransport {
             MPI_Cancel(&open->requests[i]);
       complete(milliseconds(200));
     }
-    // An error of another kind (no memory) loses the exchange too, and with it the communicator.
+    // Another error (no memory) loses the exchange too, and with it the communicator.
     if (!control().outcome().failed())
       abort("it met an error in an exchange; its own output says it");
   }
 
-  /// Whether MPI is done with all requests; it waits for that no longer than `limit`.
+  /// Whether MPI is done with all requests; waits for that at most `limit`.
   bool complete(milliseconds limit) noexcept {
     int finalized = 0, all = 0;
     MPI_Finalized(&finalized);

@@ -1,4 +1,4 @@
-// Makes the transport by which states on processors travel over MPI.
+// Makes the transport for states on CPUs over MPI.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace longspan::comm {
 
-/// It is collective over `duplicate`, which it shares with the messages of `control`.
+/// Collective over `duplicate`, which it shares with the messages of `control`.
 std::shared_ptr<Transport> mpi_transport(std::shared_ptr<MpiDuplicate> duplicate,
                                          std::shared_ptr<Control> control);
 

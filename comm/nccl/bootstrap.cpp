@@ -1,5 +1,5 @@
-// Brings ranks that can talk to an NCCL communicator: each takes the GPU of its local rank, they
-// compare GPUs (NCCL hangs when two ranks share one), and rank 0's id brings them together.
+// Makes an NCCL communicator for ranks that have a control plane: each takes the GPU of its local
+// rank, they compare GPUs (NCCL hangs when two ranks share one), and use the id of rank 0.
 #include <fmt/format.h>
 
 #include <cstring>
@@ -16,8 +16,7 @@
 namespace longspan::comm {
 namespace {
 
-/// Gives {uuid, name for people} of the current GPU. Instances of one partitioned GPU differ in the
-/// uuid.
+/// {uuid, name for people} of the current GPU. Instances of one partitioned GPU differ in the uuid.
 std::string describe_gpu(int device) {
   cudaDeviceProp properties{};
   char bus[32] = "";
@@ -27,8 +26,8 @@ std::string describe_gpu(int device) {
               fmt::format("{} at {}", properties.name, bus));
 }
 
-/// Gives the GPU that was asked for, or that of the local rank; or finds, on every rank, why that
-/// cannot be.
+/// The GPU that was asked for, or that of the local rank; or on every rank the reason why that is
+/// impossible.
 int choose_gpu(Control& control, const Place& place, int asked) {
   const int visible = gpu_count();
   check_gpu(asked, visible);
@@ -73,17 +72,17 @@ ncclUniqueId meet(Control& control) {
 }  // namespace
 
 std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked) {
-  // NCCL's multicast fails on machines that do not grant it, and longspan does not need it.
+  // NCCL's multicast fails on machines that do not allow it, and longspan does not need it.
   env_default("NCCL_NVLS_ENABLE", "0");
   const Place place = find_place(*control);
   int gpu = -1;
   try {
     gpu = choose_gpu(*control, place, asked);
   } catch (const BackendError& error) {
-    control->tell(gave_up(*control, error.what()));  // it is this rank's own trouble
+    control->tell(gave_up(*control, error.what()));  // only this rank's error
     throw;
   } catch (const UsageError& error) {
-    control->tell(gave_up(*control, error.what()));  // this is the rank's own trouble too
+    control->tell(gave_up(*control, error.what()));  // only this rank's error, too
     throw;
   }
   const DeviceGuard guard(gpu);

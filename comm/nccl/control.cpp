@@ -22,7 +22,7 @@ class NcclControl final : public Control {
     LONGSPAN_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   }
   ~NcclControl() override {
-    // A stream with stuck work would block its own end.
+    // A stream with stuck work would block its own destruction.
     if (!outcome().failed()) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaStreamDestroy(stream_)));
   }
 
@@ -52,8 +52,8 @@ class NcclControl final : public Control {
                                 step, seconds(deadline()))});
   }
 
-  /// Is called on every rank, as every rank sees the difference. So all of them come here, and can
-  /// tell each other over NCCL what they were given.
+  /// Called on every rank, since every rank sees the difference. So all come here, and can exchange
+  /// over NCCL what they were given.
   [[noreturn]] void disagree(RunName run, const Failure& otherwise) override {
     if (!run) fail(otherwise);
     std::vector<std::string> mine;
@@ -62,7 +62,7 @@ class NcclControl final : public Control {
     try {
       packed = gather(pack_all(mine), "comparison of the runs");
     } catch (const Error&) {
-      fail(otherwise);  // the ranks could not tell each other
+      fail(otherwise);  // the ranks could not exchange it
     }
     for (int q = 1; q < size_; ++q)
       for (int p = 0; p < q; ++p)

@@ -1,5 +1,5 @@
-// The control plane where there is nothing but an NCCL communicator: messages travel over it,
-// through GPU memory, and the roll cannot be called.
+// The control plane for ranks that have only an NCCL communicator: messages travel over it, through
+// GPU memory, and the roll cannot be called.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// What fails on one rank of several that open something together: it travels with the next thing
-// that they say to each other, and all of them go the same way.
+// Failures of one rank among several that open something together: each travels with the next
+// exchange, and all ranks act alike.
 #pragma once
 
 #include <fmt/format.h>
@@ -10,7 +10,7 @@
 
 namespace longspan::comm {
 
-/// What `step` throws; empty where it worked.
+/// The text that `step` throws; empty where it worked.
 template <class Step>
 std::string failure_of(const Step& step) {
   try {
@@ -21,7 +21,8 @@ std::string failure_of(const Step& step) {
   }
 }
 
-/// The failure of the first rank that failed. All ranks hear the same texts, and so say the same.
+/// The failure of the first rank that failed. All ranks have the same texts, so they report the
+/// same.
 inline std::string first_failure(const std::vector<std::string>& failures) {
   for (std::size_t p = 0; p < failures.size(); ++p)
     if (!failures[p].empty()) return fmt::format("rank {}: {}", p, failures[p]);

@@ -1,5 +1,5 @@
-// Makes our communicator of the caller's NCCL communicator: a split of it with all ranks, which
-// longspan may abort without ending the caller's.
+// Makes a longspan communicator from the caller's NCCL communicator: a split of it with all ranks,
+// which longspan may abort without ending the caller's.
 #include "longspan/nccl.hpp"
 
 #include <fmt/format.h>
@@ -18,8 +18,8 @@ namespace longspan {
 namespace comm {
 namespace {
 
-/// Calls ncclCommSplit with a deadline. On a communicator with blocking calls it waits for all
-/// ranks, so it runs on a thread that is left behind if a rank does not come.
+/// Calls ncclCommSplit with a deadline. On a blocking communicator it waits for all ranks, so it
+/// runs on a thread that is detached if a rank does not come.
 ncclComm_t split(ncclComm_t comm, int rank, milliseconds deadline) {
   struct Shared {
     std::mutex mutex;

@@ -1,4 +1,4 @@
-// Holds what longspan::nccl gives to the table of libraries.
+// The entry of longspan::nccl in the table of libraries.
 #include <fmt/format.h>
 #include <nccl.h>
 

@@ -29,7 +29,7 @@ bool destroy(ncclComm_t comm, int device) {
   auto done = task.get_future();
   try {
     std::thread(std::move(task)).detach();
-  } catch (const std::system_error&) {  // no thread can be had, and waiting here has no end
+  } catch (const std::system_error&) {  // no thread, and a wait here has no end
     ncclCommAbort(comm);
     return false;
   }
@@ -38,7 +38,7 @@ bool destroy(ncclComm_t comm, int device) {
 
 }  // namespace
 
-/// What two threads share. The communicator is null once it was aborted.
+/// Shared by two threads. The communicator is null after an abort.
 struct Link::Handle {
   int device = 0;
   std::mutex mutex;
@@ -83,7 +83,7 @@ Link::Link(ncclComm_t comm, milliseconds patience) try : handle_(std::make_share
             auto mode = cudaStreamCaptureModeRelaxed;
             static_cast<void>(LONGSPAN_CUDA_WORKED(cudaThreadExchangeStreamCaptureMode(&mode)));
           },
-      // An error is an end too: the one who waits for the stream sees it.
+      // An error is an end too: a wait for the stream reports it.
       .done = [handle = handle_](
                   int slot) { return cudaEventQuery(handle->ends[slot]) != cudaErrorNotReady; },
       .abort =
@@ -102,7 +102,7 @@ bool Link::end() noexcept try {
   if (aborted_) return false;
   ncclComm_t comm = handle_->take();
   if (!comm) return false;
-  // Finalising waits for what is queued, and a peer may be missing, so it may not take long.
+  // Finalising waits for queued work, and a peer may be missing, so its time is limited.
   Patience patient(kLongestEnd);
   ncclResult_t result = ncclCommFinalize(comm);
   while (result == ncclInProgress && !patient.over()) {
@@ -113,7 +113,7 @@ bool Link::end() noexcept try {
   handle_->comm = comm;
   abort();
   return false;
-} catch (...) {  // of a lock or of memory; the process ends the communicator
+} catch (...) {  // from a lock or no memory; the process ends the communicator
   return false;
 }
 
@@ -139,7 +139,7 @@ void Link::check(Control& control, const char* step, milliseconds waited) {
   if (const auto expired = watchdog_->expired()) control.timed_out(expired->c_str(), waited);
   const ncclResult_t found = state();
   if (worked(found)) return;
-  // A peer's end shows as a network error here; the roll call says which peer it was.
+  // A peer's end shows as a network error here; the roll call finds the peer.
   if (found == ncclRemoteError || found == ncclSystemError) control.timed_out(step, waited);
   control.fail({ErrorKind::backend, -1, step,
                 fmt::format("NCCL failed at '{}': {} ({}).", step, ncclGetErrorString(found),
@@ -167,8 +167,8 @@ void Link::queue(Control& control, cudaStream_t stream, const char* step, const 
 ncclComm_t Link::split(Control& control, int color, int key, const char* step) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
-  config.splitShare = 0;  // as an abort of one must leave the other as it is
-  // NCCL may write it after this rank has given up: its place must still be there then.
+  config.splitShare = 0;  // since an abort of one must not affect the other
+  // NCCL may write it after this rank gave up: its memory must still exist then.
   auto place = std::make_unique<ncclComm_t>(nullptr);
   try {
     call(control, step, [&](ncclComm_t comm) {
@@ -234,7 +234,7 @@ void Link::wait(Control& control, cudaStream_t stream, const char* step) try {
     check(control, step, patient.waited());
     if (patient.over()) control.timed_out(step, patient.waited());
   });
-  check(control, step, patient.waited());  // an abort frees the stream, which is no success
+  check(control, step, patient.waited());  // an abort frees the stream, but is an error
 } catch (const BackendError& error) {
   abort();
   control.fail({ErrorKind::backend, -1, step, error.what()});

@@ -26,34 +26,33 @@ class Link {
   Link(ncclComm_t comm, milliseconds patience);
   ~Link();
 
-  /// Calls NCCL, waits until NCCL has queued the work, and puts it under watch, unless the stream
-  /// is being captured: then the work runs when the graph does, and whoever waits for that watches
-  /// it.
+  /// Calls NCCL, waits until NCCL has queued the work, and watches it. Work of a captured stream
+  /// runs with the graph, and is watched by what waits for that.
   void queue(Control& control, cudaStream_t stream, const char* step, const Call& call);
 
-  /// Begins to watch work that the caller is about to queue and that waits for other ranks: a call
+  /// Begins to watch work that the caller is about to queue and that waits for other ranks. A call
   /// that queues it may block until that work ends, as the first launch of a kernel does.
   void open_watch(cudaStream_t stream, const char* step);
-  /// The work is queued: the watch ends with it. Throws what the watchdog or NCCL found.
+  /// The work is queued, and the watch ends with it. Throws what the watchdog or NCCL found.
   void close_watch(Control& control, cudaStream_t stream, const char* step);
 
-  /// Splits off a part of the communicator, not blocking; null where color < 0. It is collective,
-  /// and nothing may be queued on the communicator that other ranks have not come to.
+  /// Splits off a part of the communicator, not blocking; null where color < 0. Collective. Nothing
+  /// may be queued on the communicator that other ranks have not come to.
   ncclComm_t split(Control& control, int color, int key, const char* step);
 
-  /// Waits for an NCCL call that has no stream, which is making the communicator.
+  /// Waits for an NCCL call without a stream that is making the communicator.
   void settle(Control& control, const char* step);
 
   void wait(Control& control, cudaStream_t stream, const char* step);
 
-  /// Frees the streams from NCCL's kernels, soon.
+  /// Soon frees the streams from NCCL's kernels.
   void abort();
 
-  /// Besides, an abort calls this on the watchdog's thread; it must not throw.
+  /// An abort also calls this on the watchdog's thread; it must not throw.
   void on_abort(std::function<void()> call);
 
   /// Ends the communicator, within seconds. Returns true where every rank of the node has come to
-  /// this, as ncclCommDestroy waits for them; false where it is not known, or it was ended before.
+  /// this, for which ncclCommDestroy waits; false where that is unknown, or it was ended before.
   bool end() noexcept;
 
  private:
@@ -61,7 +60,7 @@ class Link {
   ncclResult_t state() const;
   /// Calls NCCL, and waits until it is no longer in progress.
   void call(Control& control, const char* step, const Call& call);
-  /// Throws what the watchdog or NCCL found.
+  /// Throws the error that the watchdog or NCCL found.
   void check(Control& control, const char* step, milliseconds waited);
   /// A slot for a piece of work; none where there is nothing to watch.
   std::optional<int> slot_for(cudaStream_t stream) const;

@@ -20,10 +20,10 @@ namespace longspan::comm {
 namespace {
 
 /// The part of the deadline that a kernel waits; the rest is left for the roll call that names the
-/// rank that is missing.
+/// missing rank.
 constexpr double kKernelShare = 0.5;
 
-/// The words that the device and the host both see.
+/// The words that both the device and the host see.
 struct Shared {
   std::uint64_t report;
   std::uint32_t abort;
@@ -72,7 +72,7 @@ T from_bytes(const std::string& bytes) {
   return value;
 }
 
-/// The place of the nonce, which stands behind the peer buffer, as a peer buffer is 0 at rest.
+/// The place of the nonce: behind the peer buffer, since a peer buffer is 0 at rest.
 std::size_t place_of_nonce(std::size_t bytes) { return (bytes + 7) / 8 * 8; }
 
 void free_memory(void* memory) noexcept {
@@ -132,7 +132,7 @@ PeerBuffers::PeerBuffers(std::shared_ptr<PeerBufferSet> set) : set_(std::move(se
   set_->open_.push_back(this);
 }
 
-/// Allocates this rank's peer buffer and, behind it, the nonce by which the others know it.
+/// Allocates this rank's peer buffer and, behind it, the nonce that identifies it.
 void PeerBuffers::allocate(std::uint64_t nonce) {
   const std::size_t place = place_of_nonce(view_.bytes);
   std::byte*& own = view_.peer_buffer[view_.rank];
@@ -142,8 +142,8 @@ void PeerBuffers::allocate(std::uint64_t nonce) {
   LONGSPAN_CUDA(cudaDeviceSynchronize());
 }
 
-/// Maps the peer buffer of a rank. A handle may be opened and lead elsewhere, as between containers
-/// that see other GPUs under the same names: the nonce shows whose memory it is.
+/// Maps the peer buffer of a rank. A handle may open other memory, as between containers that see
+/// other GPUs under the same names: the nonce shows whose memory it is.
 void PeerBuffers::map(int rank, const std::string& handle, std::uint64_t nonce) {
   void* mapped = nullptr;
   LONGSPAN_CUDA(cudaIpcOpenMemHandle(&mapped, from_bytes<cudaIpcMemHandle_t>(handle),
@@ -157,7 +157,7 @@ void PeerBuffers::map(int rank, const std::string& handle, std::uint64_t nonce) 
         fmt::format("what is mapped as the peer buffer of rank {} is other memory", rank));
 }
 
-/// Makes what the kernels need besides peer buffers: the epoch, and words that the host sees too.
+/// Makes the kernels' other memory: the epoch, and words that the host sees too.
 void PeerBuffers::make_words() {
   Shared* shared = nullptr;
   LONGSPAN_CUDA(cudaHostAlloc(reinterpret_cast<void**>(&shared), sizeof(Shared),
@@ -175,8 +175,7 @@ void PeerBuffers::make_words() {
   view_.abort = &seen->abort;
 }
 
-// Whatever fails on a rank travels with the next thing that the ranks say to each other, and all of
-// them go the same way.
+// A failure on one rank travels with the next exchange of the ranks, and all act alike.
 std::unique_ptr<PeerBuffers> PeerBuffers::open(Transport& world, std::size_t bytes,
                                                std::string& why,
                                                std::shared_ptr<PeerBufferSet> set) {
@@ -221,7 +220,7 @@ std::unique_ptr<PeerBuffers> PeerBuffers::open(Transport& world, std::size_t byt
       world.gather(pack(failure, bytes_of(handle), bytes_of(nonce)), "handles of the peer buffers");
   why = first_failure(part(answers, 0));
   if (!why.empty()) {
-    peer_buffers->shared_ = false;  // no rank opens what it was given
+    peer_buffers->shared_ = false;  // no rank opens the handles it was given
     return nullptr;
   }
 
@@ -255,7 +254,7 @@ void PeerBuffers::abort() noexcept {
   if (on_abort_) on_abort_();
 }
 
-/// Whether the GPU's work is done, and no exchange went wrong, also where nobody has asked yet.
+/// Whether the GPU's work is done without a failed exchange, also one not reported yet.
 bool PeerBuffers::is_quiet() const noexcept {
   return LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()) && report().kind == PeerReport::none;
 }
@@ -287,11 +286,11 @@ PeerBuffers::~PeerBuffers() {
   free_memory(view_.epoch);
   if (report_ != nullptr) static_cast<void>(LONGSPAN_CUDA_WORKED(cudaFreeHost(report_)));
   if (!shared_) free_memory(own);
-  if (!shared_ || !closed) return;  // what is not closed is not said to be closed
+  if (!shared_ || !closed) return;  // what is not closed must not be reported as closed
   try {
     const std::lock_guard lock(set_->mutex_);
     set_->remains_.push_back({number_, own});
-  } catch (...) {  // where there is no memory for the note, the process keeps the buffer
+  } catch (...) {  // without memory for the note, the process keeps the buffer
   }
 }
 

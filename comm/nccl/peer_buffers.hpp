@@ -1,12 +1,11 @@
-// Makes memory that every rank of a node can write: a peer buffer of each rank, mapped into all
-// processes (CUDA IPC over NVLink or PCIe peer access). src/base/peer_view.hpp says what a kernel
-// does with it.
+// Memory that every rank of a node can write: a peer buffer of each rank, mapped into all processes
+// (CUDA IPC over NVLink or PCIe peer access). src/base/peer_view.hpp describes its use in a kernel.
 //
-// Memory that a peer has mapped must not be freed, and there is no moment at which all ranks let go
-// of a layer together. So a rank that lets go closes its own mappings of the others, keeps its own
-// memory, and says so when the ranks next talk about peer buffers; what all have closed is freed
-// then (PeerBufferSet). Where anything failed, no rank knows what a peer still writes, and the
-// process keeps the memory.
+// Memory that a peer has mapped must not be freed, and ranks do not release a layer at one moment.
+// So a rank that releases closes its own mappings of the others, keeps its own memory, and reports
+// that at the next exchange about peer buffers. Memory that all have closed is then freed
+// (PeerBufferSet). After a failure no rank knows what a peer still writes, and the process keeps
+// the memory.
 #pragma once
 
 #include <atomic>
@@ -25,29 +24,27 @@ namespace longspan::comm {
 
 class PeerBuffers;
 
-/// All peer buffers of one communicator, and the memory that waits for its peers to close it.
+/// All peer buffers of one communicator, and the memory that peers have not closed yet.
 /// Several threads may use it.
 class PeerBufferSet {
  public:
   ~PeerBufferSet() { end(false); }
 
-  /// Calls use(peer buffer) for each that is open; none is opened or closed meanwhile.
+  /// Calls use(peer buffer) for each open one; none is opened or closed meanwhile.
   template <class Use>
   void for_each(const Use& use) {
     const std::lock_guard lock(mutex_);
     for (PeerBuffers* peer_buffers : open_) use(*peer_buffers);
   }
 
-  /// Is called where the communicator failed: frees kernels that wait, and from now on all memory
-  /// is kept.
+  /// Called where the communicator failed: frees kernels that wait, and from now on all memory is
+  /// kept.
   void abort() noexcept;
 
-  /// Whether peer buffers are, or will be, kept: this rank must not let the others believe that it
-  /// has closed them.
+  /// Whether peer buffers are, or will be, kept: this rank must then not report them as closed.
   bool failed() const;
 
-  /// Is called where the communicator ends. `together` says that every rank has let go of all its
-  /// peer buffers.
+  /// Called where the communicator ends. `together`: every rank has released all its peer buffers.
   void end(bool together) noexcept;
 
  private:
@@ -58,7 +55,7 @@ class PeerBufferSet {
     std::byte* memory;     // this rank's own
   };
 
-  /// Says what this rank has closed, for the others; the second frees what all of them have closed.
+  /// What this rank has closed, for the others; the second frees what all ranks have closed.
   std::string closed() const;
   void free_what_all_closed(const std::vector<std::string>& closed) noexcept;
 
@@ -71,14 +68,14 @@ class PeerBufferSet {
 
 class PeerBuffers {
  public:
-  /// Opens peer buffers. It is collective. It gives null on every rank, with the reason in `why`,
-  /// where the ranks are not all on one node with GPUs that reach each other, are too many, or a
-  /// call fails on one of them. `set` is that of the communicator.
+  /// Opens peer buffers. Collective. It is null on every rank, with the reason in `why`, where GPUs
+  /// are not on one node or do not reach each other, ranks are too many, or a call fails on one of
+  /// them. `set` is that of the communicator.
   static std::unique_ptr<PeerBuffers> open(
       Transport& world, std::size_t bytes, std::string& why,
       std::shared_ptr<PeerBufferSet> set = std::make_shared<PeerBufferSet>());
 
-  /// Waits for the work of the GPU, which is bounded as every wait in a kernel is.
+  /// Waits for the work of the GPU, which is bounded, as is every wait in a kernel.
   ~PeerBuffers();
   PeerBuffers(const PeerBuffers&) = delete;
   PeerBuffers& operator=(const PeerBuffers&) = delete;
@@ -93,16 +90,16 @@ class PeerBuffers {
   void serve(std::uint32_t layer) { layer_ = layer; }
   std::uint32_t layer() const { return layer_; }
 
-  /// What an exchange kernel reported; seen by the host at any time.
+  /// The report of an exchange kernel; the host sees it at any time.
   PeerReport report() const;
 
   /// Frees kernels that wait. Nothing can be exchanged any more; the memory stays mapped, since a
   /// peer may still write it.
   void abort() noexcept;
 
-  /// Besides, an abort calls this, which does not throw; it may be called more than once.
+  /// An abort also calls this, perhaps more than once; it does not throw.
   void on_abort(std::function<void()> call) {
-    const std::lock_guard lock(set_->mutex_);  // as an abort may come from another thread
+    const std::lock_guard lock(set_->mutex_);  // since an abort may come from another thread
     on_abort_ = std::move(call);
   }
 

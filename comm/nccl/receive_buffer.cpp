@@ -19,7 +19,7 @@ namespace {
 constexpr std::size_t kAlignment = 256;
 constexpr std::size_t kFlagBytes = 8;
 constexpr std::size_t kShiftFlags = 2 * std::size_t{PeerView::kMostRanks};
-// What an abort frees: these, and the counters of PutFlags that others count up.
+// An abort frees these, and the counters of PutFlags that others increment.
 constexpr std::size_t kFlags = kShiftFlags + offsetof(PutFlags, runs) / kFlagBytes;
 
 std::size_t place_of_flags(std::size_t bytes) {
@@ -57,7 +57,7 @@ struct ReceiveBuffer::OwnFlags {
   OwnFlags(const OwnFlags&) = delete;
   OwnFlags& operator=(const OwnFlags&) = delete;
 
-  /// Makes the stream, and sees whether flags work in it.
+  /// Makes the stream, and checks that flags work in it.
   void prepare() {
     LONGSPAN_CUDA(cudaGetDevice(&device));
     LONGSPAN_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -74,7 +74,7 @@ struct ReceiveBuffer::OwnFlags {
       const DeviceGuard guard(device);
       for (std::size_t i = 0; i < kFlags; ++i)
         queue_flags(stream, {{FlagOperation::free, first + i * kFlagBytes}});
-    } catch (...) {  // a GPU that takes no work waits for nothing either
+    } catch (...) {  // a GPU that accepts no work waits for nothing either
     }
   }
 };
@@ -96,8 +96,8 @@ void ReceiveBuffer::prepare() {
   buffers_->on_abort([own = own_] { own->free(); });
 }
 
-/// A stream that waits for a peer which does not come is freed by a clock, where nobody watches it
-/// any more: what a graph repeats has no other watch.
+/// A timer frees a stream that waits for a missing peer: a graph that repeats has no other watch
+/// here.
 ReceiveBuffer::~ReceiveBuffer() {
   const DeviceGuard guard(own_->device);
   std::promise<void> done;
@@ -106,7 +106,7 @@ ReceiveBuffer::~ReceiveBuffer() {
     clock = std::thread([&, end = done.get_future()] {
       if (end.wait_for(deadline_) == std::future_status::timeout) buffers_->abort();
     });
-  } catch (const std::system_error&) {  // no thread can be had: then the wait has no end of its own
+  } catch (const std::system_error&) {  // no thread: then the wait has no limit
   }
   static_cast<void>(LONGSPAN_CUDA_WORKED(cudaDeviceSynchronize()));
   done.set_value();

@@ -1,13 +1,14 @@
 // A receive buffer of each rank: memory that the copy engines of all ranks' GPUs write (CUDA IPC
-// over NVLink or PCIe peer access). A shift into it takes no multiprocessor from the kernels that
-// run beside it, as NCCL's do.
+// over NVLink or PCIe peer access). Unlike NCCL's, a shift into it takes no multiprocessor from
+// kernels that run beside it.
 //
 //     receiver: raise `free` at the sender             ... wait `here`, lower it
 //     sender:   wait `free`, lower it, copy, raise `here` at the receiver
 //
-// Each pair of ranks has the two flags of its distance. The sender copies to where it itself would
-// receive, so all ranks of a shift receive at the same place of their receive buffers. Kernels,
-// too, put rows into the receive buffers of all ranks, and meet by counters there (PutFlags).
+// Each pair of ranks has the two flags of its distance. The sender copies to the place where it
+// itself would receive, so all ranks of a shift receive at the same place of their receive buffers.
+// Kernels also put rows into the receive buffers of all ranks, and meet by counters there
+// (PutFlags).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,12 +26,12 @@ namespace longspan::comm {
 
 class ReceiveBuffer {
  public:
-  /// Opens the receive buffers. It is collective. It gives null on every rank, with the reason in
-  /// `why`, where peer buffers cannot be had, or a GPU cannot wait for flags in its streams.
+  /// Opens the receive buffers. Collective. It is null on every rank, with the reason in `why`,
+  /// where peer buffers are impossible, or a GPU cannot wait for flags in its streams.
   static std::shared_ptr<ReceiveBuffer> open(Transport& world, std::size_t bytes, std::string& why,
                                              std::shared_ptr<PeerBufferSet> set);
 
-  /// Waits for the work of the GPU, past the deadline not for what waits in a stream for a peer.
+  /// Waits for the work of the GPU; past the deadline not for streams that wait for a peer.
   ~ReceiveBuffer();
   ReceiveBuffer(const ReceiveBuffer&) = delete;
   ReceiveBuffer& operator=(const ReceiveBuffer&) = delete;
@@ -41,10 +42,10 @@ class ReceiveBuffer {
   /// Queues a shift of pieces into this receive buffer, by a distance from 1 to ranks - 1.
   void shift(std::span<const Piece> pieces, int distance, cudaStream_t stream) const;
 
-  /// The counters by which kernels meet that put rows into receive buffers.
+  /// The counters by which kernels that put rows into receive buffers meet.
   PutRanks put_ranks() const;
 
-  /// Where this rank writes what `rank` has at `place` of this rank's own buffer.
+  /// The address here of `rank`'s memory that corresponds to `place` of this rank's buffer.
   std::byte* place_at(const void* place, int rank) const {
     return base(rank) + (static_cast<const std::byte*>(place) - data());
   }
@@ -66,7 +67,7 @@ class ReceiveBuffer {
   std::unique_ptr<PeerBuffers> buffers_;
   std::size_t bytes_;
   std::chrono::milliseconds deadline_;
-  std::shared_ptr<OwnFlags> own_;  // shared with whoever aborts
+  std::shared_ptr<OwnFlags> own_;  // shared with threads that abort
 };
 
 }  // namespace longspan::comm

@@ -1,5 +1,5 @@
-// The object file that the target longspan::nccl puts into every program that links it. The twin in
-// comm/mpi/ says why.
+// The object file that the target longspan::nccl puts into every program that links it, for the
+// reason in comm/mpi/registration.cpp.
 #include "comm/nccl/registration.hpp"
 
 namespace {

@@ -1,4 +1,4 @@
-// How longspan::nccl enters the table of comm/libraries.hpp.
+// Registers longspan::nccl in the table of comm/libraries.hpp.
 #pragma once
 
 namespace longspan::comm {

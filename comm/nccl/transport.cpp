@@ -23,7 +23,7 @@ std::string version_text(int code) {
   return fmt::format("{}.{}.{}", code / 10000, code % 10000 / 100, code % 100);
 }
 
-/// The name of the library that runs, which may be another than the one whose header was compiled.
+/// The name of the library that runs, which may differ from that of the compiled header.
 std::string library_name() {
   int found = 0;
   ncclGetVersion(&found);
@@ -38,9 +38,8 @@ ncclDataType_t nccl_type(DType dtype) {
   return dtype == fp32 ? ncclFloat32 : dtype == fp16 ? ncclFloat16 : ncclBfloat16;
 }
 
-/// A transport over NCCL. NCCL brings the transfers of a communicator into one order, whichever
-/// streams they are on, so collectives on a caller's stream and on the side stream need no order of
-/// ours.
+/// A transport over NCCL. NCCL orders the transfers of a communicator on any streams, so
+/// collectives on a caller's stream and on the side stream need no order of ours.
 class NcclTransport final : public ControlledTransport {
  public:
   NcclTransport(std::shared_ptr<Link> link, std::shared_ptr<Control> control, const Place& place)
@@ -49,9 +48,9 @@ class NcclTransport final : public ControlledTransport {
         place_(place),
         gpu_(current_gpu()) {}
 
-  /// Ends NCCL's communicator, which waits for the peers, and says that all have closed the peer
-  /// buffers. A rank that has not closed them does not come to it. One that has failed, or was
-  /// split from one that has, may have work that never ends: it waits for nobody.
+  /// Ends NCCL's communicator, which waits for the peers: all have then closed the peer buffers,
+  /// since a rank that has not closed them does not come to it. After a failure here or in its
+  /// parent, work may never end, so nothing waits.
   ~NcclTransport() override {
     control().flush();
     if (control().outcome().failed() || peer_buffers_->failed()) link_->abort();
@@ -59,8 +58,8 @@ class NcclTransport final : public ControlledTransport {
     if (control().outcome().failed()) side_.abandon();
   }
 
-  /// Checks that NCCL works between the ranks by a first exchange, which also makes its
-  /// connections, and makes what transfers beside the caller's stream take.
+  /// Checks NCCL between the ranks by a first exchange, which also makes its connections, and makes
+  /// what transfers beside the caller's stream need.
   void prepare() {
     side_.make();
     link_->on_abort([set = peer_buffers_] { set->abort(); });
@@ -153,7 +152,7 @@ class NcclTransport final : public ControlledTransport {
   }
 
  protected:
-  /// Queues on the caller's own stream, where there is nothing to wait for.
+  /// Queues on the caller's own stream, where there is no transfer to wait for.
   void run(const Collective& collective, Stream stream, const char* step) override {
     or_abort([&] { queue(collective, cuda(stream), step); });
   }
@@ -163,7 +162,7 @@ class NcclTransport final : public ControlledTransport {
   }
 
   void finish(int number, Stream stream) override {
-    side_.give_back(number);  // its event is recorded anew by the next start at the earliest
+    side_.give_back(number);  // the next start, at the earliest, records its event anew
     or_abort([&] {
       control().outcome().check();
       side_.join(number, cuda(stream));
@@ -179,8 +178,8 @@ class NcclTransport final : public ControlledTransport {
 
   void drop(int number) noexcept override { side_.give_back(number); }
 
-  /// Splits. A split of an NCCL communicator that has work to do may never end, so that work is
-  /// waited for; and all ranks come to it, whether they get a part or not.
+  /// Splits. A split of an NCCL communicator with queued work may never end, so that work is waited
+  /// for. All ranks come to it, whether they get a part or not.
   std::shared_ptr<Transport> branch(const Group& group) override {
     const char* const step = "split of the communicator";
     const ncclComm_t comm = or_abort([&] {
@@ -203,14 +202,14 @@ class NcclTransport final : public ControlledTransport {
       child->prepare();
       return child;
     } catch (const std::exception& error) {
-      if (own) own->tell(gave_up(*own, error.what()));  // where it is this rank's own trouble
+      if (own) own->tell(gave_up(*own, error.what()));  // where only this rank fails
       throw;
     }
   }
 
  private:
-  /// Does `work`. Whatever ends the communicator frees kernels that wait in peer buffers, and keeps
-  /// their memory.
+  /// Does `work`. Any failure that ends the communicator frees kernels that wait in peer buffers,
+  /// and keeps their memory.
   template <class Work>
   std::invoke_result_t<const Work&> or_abort(const Work& work) {
     try {
@@ -222,7 +221,7 @@ class NcclTransport final : public ControlledTransport {
     }
   }
 
-  /// Starts `work` on the side stream, behind what the caller's has; gives the transfer's number.
+  /// Starts `work` on the side stream, after the caller's work; returns the transfer's number.
   template <class Work>
   int start_beside(Stream stream, const Work& work) {
     return or_abort([&] {
@@ -231,7 +230,7 @@ class NcclTransport final : public ControlledTransport {
     });
   }
 
-  /// Ends what was split from this one, as it has ended too.
+  /// Ends the children too.
   void end_children() noexcept {
     for (const auto& one : children_)
       if (const auto child = one.lock()) child->end_kernels();
@@ -242,7 +241,7 @@ class NcclTransport final : public ControlledTransport {
     end_children();
   }
 
-  /// Returns when all ranks have come, and all that was queued before is done.
+  /// Returns when all ranks have come, and all earlier work is done.
   void meet(const char* step) {
     const Buffer first(Device::cuda, 16), all(Device::cuda, 16 * static_cast<std::size_t>(size()));
     const Collective gather{
@@ -274,7 +273,7 @@ class NcclTransport final : public ControlledTransport {
     for (const Piece& piece : pieces) count_received(piece.received);
   }
 
-  /// The receive buffer that a shift receives into; null: it is NCCL's to do.
+  /// The receive buffer that a shift receives into; null: NCCL does the shift.
   std::shared_ptr<const ReceiveBuffer> receive_buffer_at(const void* memory) const {
     for (const auto& one : receive_buffers_)
       if (auto buffer = one.lock(); buffer && buffer->holds(memory)) return buffer;
@@ -297,7 +296,7 @@ class NcclTransport final : public ControlledTransport {
     return static_cast<std::size_t>(size() - 1) * collective.bytes;
   }
 
-  /// Calls NCCL. For calls in a group, an error comes out at its end.
+  /// Calls NCCL. For calls in a group, an error is reported at the group's end.
   ncclResult_t call(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
     const std::size_t bytes = collective.bytes;
     switch (collective.kind) {
@@ -332,14 +331,14 @@ class NcclTransport final : public ControlledTransport {
     return ncclInvalidUsage;
   }
 
-  /// Gathers every rank's digest of its run, in one group with the data and so in one launch.
+  /// Gathers every rank's digest of its run, in one group, and so one launch, with the data.
   void gather_digests(const Collective& collective, ncclComm_t comm, cudaStream_t stream) const {
     ncclAllGather(collective.digests + rank(), collective.digests, sizeof *collective.digests,
                   ncclInt8, comm, stream);
   }
 
-  /// Reports an exchange that went wrong. In one layer it ends the communicator for all, and the
-  /// report says which layer it was.
+  /// Reports a failed exchange. In any layer it ends the communicator for all, and the report names
+  /// the layer.
   void check_reports(const char* step) {
     PeerReport report;
     std::uint32_t layer = 0;
@@ -352,7 +351,7 @@ class NcclTransport final : public ControlledTransport {
     if (report.kind == PeerReport::differs)
       disagree({layer, report.run}, static_cast<int>(report.rank), step);
     control().outcome().check();
-    control().timed_out(step, control().patience());  // the roll call says which rank is missing
+    control().timed_out(step, control().patience());  // the roll call names the missing rank
   }
 
   std::shared_ptr<Link> link_;

@@ -9,13 +9,13 @@
 
 namespace longspan::comm {
 
-/// Checks that NCCL works between the ranks by a first exchange, which also makes its
-/// connections. The ranks' GPUs are current.
+/// Checks NCCL between the ranks by a first exchange, which also makes its connections. The ranks'
+/// GPUs are current.
 std::shared_ptr<Transport> nccl_transport(std::shared_ptr<Link> link,
                                           std::shared_ptr<Control> control, const Place& place);
 
-/// Takes ranks that can talk to the collectives over NCCL; it is the gpu_transport of a program
-/// that links longspan::nccl. `asked` is its GPU there.
+/// Makes the transport over NCCL for ranks that have a control plane: the gpu_transport of a
+/// program that links longspan::nccl. `asked` is its GPU there.
 std::shared_ptr<Transport> nccl_bootstrap(std::shared_ptr<Control> control, int asked);
 
 }  // namespace longspan::comm

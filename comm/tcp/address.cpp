@@ -25,7 +25,7 @@ namespace {
 
 constexpr int kBacklog = 1024;
 
-/// A socket that listens there, or none, with the reason in `error`.
+/// A socket that listens there; none with the reason in `error`.
 Fd try_listen(const Address& address, bool both_families, int& error) {
   Fd fd(::socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   const int on = 1, only_6 = both_families ? 0 : 1;
@@ -49,7 +49,7 @@ bool is_elsewhere(int error) { return error == EADDRNOTAVAIL || error == EAFNOSU
                   port, where, std::strerror(error)));
 }
 
-/// All addresses of the machine, or its loopback alone.
+/// All addresses of the machine, or only its loopback.
 Address own(int family, int port, bool loopback) {
   Address address{family, 0, {}};
   if (family == AF_INET6) {
@@ -81,7 +81,7 @@ std::vector<Fd> listen_everywhere(int port) {
   refuse("all addresses", port, error);
 }
 
-/// What `host` stands for, or nothing, with the resolver's words in `why`.
+/// The addresses of `host`, or nothing, with the resolver's message in `why`.
 std::vector<Address> resolve(const std::string& host, int port, int flags, std::string& why) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
@@ -101,12 +101,12 @@ std::vector<Address> resolve(const std::string& host, int port, int flags, std::
     const bool known = std::any_of(addresses.begin(), addresses.end(), [&](const Address& other) {
       return std::memcmp(&other.storage, &address.storage, sizeof address.storage) == 0;
     });
-    if (!known) addresses.push_back(address);  // /etc/hosts may say it twice
+    if (!known) addresses.push_back(address);  // /etc/hosts may list it twice
   }
   return addresses;
 }
 
-/// A name that stands for the same address on every machine, loopback or not.
+/// A name with the same address on every machine, loopback or not.
 bool same_everywhere(const std::string& host) {
   return host == "localhost" || !numeric(host, 0).empty();
 }
@@ -119,8 +119,8 @@ int port_of(const Fd& listener) {
                                           : reinterpret_cast<sockaddr_in&>(here).sin_port);
 }
 
-/// The addresses of this machine's interfaces that mean something elsewhere: IPv4 first. A
-/// link-local IPv6 address means nothing without an interface of who uses it.
+/// The addresses of this machine's interfaces that are valid elsewhere, IPv4 first. A link-local
+/// IPv6 address means nothing without an interface of the rank that uses it.
 std::vector<std::string> interface_addresses() {
   ifaddrs* found = nullptr;
   if (getifaddrs(&found) != 0) return {};
@@ -222,7 +222,7 @@ Lookup::Lookup(const std::string& host, int port) : shared_(std::make_shared<Sha
     std::vector<Address> found;
     try {
       found = resolve(host, port, 0, why);
-    } catch (const std::exception&) {  // no memory for the answer is no answer
+    } catch (const std::exception&) {  // without memory for the answer there is none
     }
     const std::lock_guard lock(shared->mutex);
     shared->found.swap(found);

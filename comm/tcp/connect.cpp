@@ -1,8 +1,8 @@
 // Three messages of fixed size (the handshake) on each connection, so that nothing of the data
 // behind them is read:
-//     hello    from who connects, with the key of the other
-//     welcome  back, with the key of who connected: it is no stranger at the same address
-//     seated   from who connects: it has read that, and uses this connection and no other
+//   hello    from the rank that connects, with the key of the other
+//   welcome  back, with the key of the rank that connected: not a stranger at the same address
+//   seated   from the rank that connects: it has read that, and uses only this connection
 #include "comm/tcp/connect.hpp"
 
 #include <fmt/format.h>
@@ -32,7 +32,7 @@ constexpr const char* kStep = "connect the ranks";
 /// are served at once.
 constexpr std::chrono::seconds kStay{5};
 constexpr int kStrangers = 16;
-/// A message of 1 MB then leaves in one call, and its sender need not be woken again and again.
+/// A message of 1 MB then leaves in one call, without waking its sender repeatedly.
 constexpr int kBuffer = 4 << 20;
 
 struct Handshake {
@@ -45,7 +45,7 @@ struct Handshake {
 };
 constexpr std::uint32_t kMagic = 0x4c535044;
 
-/// What a rank tells the others, and where this one goes to it.
+/// A rank's message to the others, and where this one connects to it.
 struct Entry {
   int port = 0;
   std::string key;
@@ -68,7 +68,7 @@ struct Line {
   bool connecting = false;
   Clock::time_point since = Clock::now();
 
-  /// True when the whole message is there. False for more to come, or the end: then fd is gone.
+  /// True when the whole message is here. False for more to come, or the end: then fd is gone.
   bool read() {
     while (came < bytes.size()) {
       const ssize_t got = ::recv(fd.get(), bytes.data() + came, bytes.size() - came, 0);
@@ -84,7 +84,7 @@ struct Line {
     return true;
   }
 
-  /// An empty socket takes a message as a whole.
+  /// An empty socket accepts a message as a whole.
   void send(Handshake::Kind kind, int from, int to, const std::string& key) {
     Handshake message{
         kMagic, kind, static_cast<std::uint32_t>(from), static_cast<std::uint32_t>(to), {}};
@@ -153,7 +153,7 @@ class Meeting {
   void give_up(Goal& goal, std::string why) {
     goal.line.fd = Fd();
     goal.why = std::move(why);
-    if (goal.next == 0) goal.not_before = Clock::now() + milliseconds(50);  // all of them tried
+    if (goal.next == 0) goal.not_before = Clock::now() + milliseconds(50);  // all were tried
   }
 
   void approach(Goal& goal) {
@@ -218,7 +218,7 @@ class Meeting {
     for (;;) {
       Fd fd(::accept4(door.listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (!fd) return;
-      // Room is made by strangers alone: a rank that was welcomed here does not come again.
+      // Only strangers make room: a rank that was welcomed here does not come again.
       const auto unknown = [](const Line& guest) { return guest.peer < 0; };
       if (std::count_if(guests_.begin(), guests_.end(), unknown) >= kStrangers + control_.size())
         guests_.erase(std::find_if(guests_.begin(), guests_.end(), unknown));
@@ -237,7 +237,7 @@ class Meeting {
         guest.fd = Fd();
       } else if (guest.wants == Handshake::hello) {
         for (Line& other : guests_)
-          if (other.peer == from) other.fd = Fd();  // it has given that one up
+          if (other.peer == from) other.fd = Fd();  // the rank has given that one up
         guest.peer = from;
         guest.wants = Handshake::seated;
         guest.send(Handshake::welcome, control_.rank(), from, all_[from].key);
@@ -248,14 +248,14 @@ class Meeting {
     }
   }
 
-  /// A rank that comes to this one and has not come; -1: none.
+  /// A rank that should connect to this one and has not; -1: none.
   int claimed(const Handshake& message) const {
     const bool comes = message.from > static_cast<std::uint32_t>(control_.rank()) &&
                        message.from < static_cast<std::uint32_t>(control_.size());
     return comes && !made_[message.from] ? static_cast<int>(message.from) : -1;
   }
 
-  /// Names a rank that this one cannot reach, while those that wait for it still wait.
+  /// Names a rank that this one cannot reach, while others still wait for it.
   void blame() {
     for (int q = 0; q < control_.rank(); ++q) {
       if (made_[q]) continue;
@@ -301,7 +301,7 @@ std::vector<Fd> connect_ranks(Control& control) {
     if (!within) doors.push_back(open_door(false));
     key = fresh_key();
   } catch (const std::exception& error) {
-    control.tell(gave_up(control, error.what()));  // this rank's own trouble
+    control.tell(gave_up(control, error.what()));  // only this rank's error
     throw;
   }
   const Door& far = doors.back();
@@ -320,8 +320,8 @@ std::vector<Fd> connect_ranks(Control& control) {
     if (!fd) continue;
     const int on = 1;
     if (setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on) == 0) continue;
-    // A Unix socket, whose buffer does not grow by itself as TCP's does: the system takes less
-    // where it allows less.
+    // A Unix socket, whose buffer does not grow by itself as TCP's does; the system may allow less
+    // than this.
     setsockopt(fd.get(), SOL_SOCKET, SO_SNDBUF, &kBuffer, sizeof kBuffer);
   }
   return made;

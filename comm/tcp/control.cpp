@@ -90,7 +90,7 @@ class TcpMailbox final : public Mailbox {
     return Message{from, frame.kind == Frame::left ? Message::left : Message::died};
   }
 
-  /// What comes through the hub is rank 0's to answer for.
+  /// Rank 0 is responsible for what comes through the hub.
   Message damaged(const std::string& why) {
     saw_end_of_0_ = true;
     frames_.close();
@@ -98,7 +98,7 @@ class TcpMailbox final : public Mailbox {
     return Message{0, Message::damaged, why};
   }
 
-  std::unique_ptr<Hub> hub_;  // ends last: it passes on this rank's goodbye
+  std::unique_ptr<Hub> hub_;  // ends last: it relays this rank's goodbye
   Frames frames_;
   int rank_;
   int size_;
@@ -107,8 +107,8 @@ class TcpMailbox final : public Mailbox {
 
 constexpr const char* kStep = "meet rank 0";
 
-/// What a rank waits with until it has met rank 0: one deadline for all that it tries. It sleeps in
-/// short turns, as what happens meanwhile is real time, and asks in each whether to give up.
+/// How a rank waits until it has met rank 0: one deadline for all attempts. It sleeps in short
+/// turns, since other threads act in real time meanwhile, and asks in each whether to give up.
 class Turns {
  public:
   Turns(int rank, milliseconds deadline, std::function<bool()> gives_up)
@@ -116,7 +116,7 @@ class Turns {
 
   bool over() const { return patient_.over(); }
   milliseconds waited() const { return patient_.waited(); }
-  /// Sleeps a little, less when something happens at `fd`. False when the time is over.
+  /// Sleeps a little, less when something happens at `fd`. False when time is up.
   bool next(int fd = -1, short events = POLLIN) {
     if (over()) return false;
     patient_.pause([&](milliseconds limit) {
@@ -135,7 +135,7 @@ class Turns {
   GivesUp gives_up_;
 };
 
-/// Rank 0, as another rank looks for it.
+/// Rank 0, as another rank sees it.
 struct Goal {
   std::string name;  // for messages
   std::vector<std::string> hosts;
@@ -143,13 +143,13 @@ struct Goal {
   std::string advice;
 };
 
-/// What a name stands for. It is looked up again and again, ever more seldom: names may come late
+/// The addresses of a name. It is looked up repeatedly, at growing intervals: names may appear late
 /// (a cluster makes them while its machines start), and addresses may change.
 class Name {
  public:
   Name(const std::string& host, int port) : host_(host), port_(port) {}
 
-  /// The addresses that are known by now. `why`: what the resolver says where there are none.
+  /// The addresses known by now. `why`: the resolver's message where there are none.
   const std::vector<Address>& addresses(milliseconds now, std::string& why) {
     if (!lookup_ && now >= due_) lookup_.emplace(host_, port_);
     if (!lookup_) return known_;
@@ -174,8 +174,8 @@ class Name {
   milliseconds due_{0}, pause_{100};
 };
 
-/// One attempt to connect and to be welcomed; nothing, and why, when it failed. Throws UsageError
-/// when rank 0 says no; where it says not now, `later` has its words.
+/// One attempt to connect and be welcomed; nothing, and why, when it failed. Throws UsageError when
+/// rank 0 refuses; where it refuses for now, `later` has its message.
 std::optional<Frames> try_meet(const Address& address, const Goal& goal, int rank,
                                const std::string& hello, Turns& turns, std::string& why,
                                std::string& later) {
@@ -218,8 +218,8 @@ std::optional<Frames> try_meet(const Address& address, const Goal& goal, int ran
     if (frame->kind == Frame::refused)
       throw UsageError(
           fmt::format("Rank 0 at {} refused rank {}: {}", goal.name, rank, printable(frame->body)));
-    // Anything else comes from somebody else, or from this very socket: a port of this machine that
-    // nobody listens on can be connected to itself.
+    // Anything else comes from another program, or from this very socket: a local port without a
+    // listener can be connected to itself.
     if (frame->kind != Frame::welcome || frame->peer != static_cast<std::uint32_t>(rank)) {
       why = "it sends what no rank 0 sends";
       return std::nullopt;

@@ -1,5 +1,5 @@
-// The control plane without MPI: rank 0 listens at an address that a launcher's variables say
-// (torchrun, srun), or that the caller's own exchange has told the others.
+// The control plane without MPI: rank 0 listens at an address from a launcher's variables
+// (torchrun, srun), or at one that the caller's own exchange has told the others.
 #pragma once
 
 #include <functional>
@@ -17,12 +17,12 @@ namespace longspan::comm {
 std::unique_ptr<Control> tcp_control(const Launch& launch, milliseconds deadline,
                                      std::function<bool()> gives_up = nullptr);
 
-/// Where ranks meet that have another way to tell each other.
+/// Where ranks meet that can tell each other in another way.
 struct Meeting {
   int rank = 0;
   int size = 1;
   Door door;        // rank 0's; of the others, where it is
-  std::string key;  // what nobody else knows
+  std::string key;  // the shared secret
 };
 std::unique_ptr<Control> tcp_control(Meeting meeting, milliseconds deadline,
                                      std::function<bool()> gives_up = nullptr);

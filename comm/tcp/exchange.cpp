@@ -1,7 +1,7 @@
-// Two rounds: first ranks compare what they ask for and where they are, since a rank 0 that knows
-// that all are on its machine listens at the loopback alone; then rank 0 says where it listens.
-// What goes wrong on one rank before its turn is reported in it, so that nobody waits for who has
-// given up.
+// Two rounds. First ranks compare what they ask for and where they are, since a rank 0 that knows
+// all to be on its machine listens only at the loopback. Then rank 0 tells where it listens. An
+// error on one rank before its turn is reported in it, so that no rank waits for one that has given
+// up.
 #include "comm/tcp/exchange.hpp"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@
 namespace longspan::comm {
 namespace {
 
-/// What one rank reports in a round: what went wrong on it, or its texts.
+/// A rank's report in a round: its error, or its texts.
 std::string report_of(const std::function<std::string()>& texts) {
   Failure failure;
   try {
@@ -41,7 +41,7 @@ class Rounds {
   Rounds(int rank, int size, const ByteExchange& exchange)
       : rank_(rank), size_(size), exchange_(exchange) {}
 
-  /// Every rank's texts, `count` of them. Every rank throws the same where one of them failed.
+  /// Every rank's texts, `count` of them. Every rank throws the same where one failed.
   std::vector<std::vector<std::string>> round(std::size_t count,
                                               const std::function<std::string()>& texts) const {
     const std::string mine = report_of(texts);
@@ -90,7 +90,7 @@ class Rounds {
   const ByteExchange& exchange_;
 };
 
-/// Throws on every rank alike where rank p is not what its place says, or asks for something else.
+/// Throws on every rank alike where rank p has another place, or asks for something else.
 void compare(const std::vector<std::vector<std::string>>& all) {
   const char* const names[] = {"the version of longspan", "the number of ranks", "the device"};
   const auto size = static_cast<int>(all.size());

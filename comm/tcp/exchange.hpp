@@ -1,5 +1,5 @@
 // The control plane of ranks that the caller can bring together: its exchange tells the others
-// where rank 0 listens, and a key that nobody else knows.
+// where rank 0 listens, and a key that only they know.
 #pragma once
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 namespace longspan::comm {
 
-/// Collective; see from_exchange. `options` as they were given: ranks must agree on the device.
+/// Collective; see from_exchange. `options` are the caller's: ranks must agree on the device.
 std::unique_ptr<Control> exchange_control(int rank, int size, const ByteExchange& exchange,
                                           const CommOptions& options);
 

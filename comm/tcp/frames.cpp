@@ -17,16 +17,16 @@ namespace longspan::comm {
 namespace {
 
 struct Header {
-  std::uint32_t magic;  // whoever else talks to this port is noticed at once
+  std::uint32_t magic;  // another program at this port is noticed at once
   std::uint32_t kind;
   std::uint32_t peer;
   std::uint32_t bytes;
 };
 constexpr std::uint32_t kMagic = 0x4c53504e;
-/// Read and written at one turn, so that one busy connection does not keep the others waiting.
+/// Read and written in one turn, so that one busy connection does not delay the others.
 constexpr std::size_t kTurn = std::size_t{1} << 20;
 
-/// Drops what is done, when that is most of it: each byte is moved once on average.
+/// Drops the used part, when that is most of it: each byte is moved once on average.
 void compact(std::string& bytes, std::size_t& done) {
   if (done < bytes.size() / 2 || done == 0) return;
   bytes.erase(0, done);
@@ -91,7 +91,7 @@ void Frames::write() {
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       break;
     } else if (errno == EPIPE || errno == ECONNRESET) {
-      hears_ = false;  // read() finds the end, behind what came before it
+      hears_ = false;  // read() finds the end, after what came before it
     } else {
       open_ = false;
     }

@@ -1,6 +1,6 @@
-// Frames on a TCP connection: a header of fixed size, then the bytes. Nothing here blocks, and what
-// a connection may leave in memory is bounded: a frame is refused by its header, and no more is
-// read than one frame of the largest size that is taken at present.
+// Frames on a TCP connection: a header of fixed size, then the bytes. Nothing here blocks. What a
+// connection may leave in memory is bounded: a frame is refused by its header, and at most one
+// frame of the largest allowed size is read.
 #pragma once
 
 #include <cstddef>
@@ -31,43 +31,43 @@ class Fd {
 
 struct Frame {
   enum Kind : std::uint32_t {
-    hello,    // to the hub: who I am
+    hello,    // to the hub: my rank and secret
     welcome,  // from the hub: you have a seat
-    seated,   // to the hub: I heard it; from now on my end is the end of this rank
-    refused,  // from the hub, the last one: why there is no seat, or no longer
+    seated,   // to the hub: I know; from now on my end is the end of this rank
+    refused,  // from the hub, the last one: why the seat is refused or lost
     text,
     left,
     died
   };
   Kind kind = text;
-  std::uint32_t peer = 0;  // to whom on the way to the hub, from whom on the way back
+  std::uint32_t peer = 0;  // the receiver on the way to the hub, the sender on the way back
   std::string body = {};
 };
 
 /// In `peer` of `refused`: try again.
 inline constexpr std::uint32_t kComeLater = 1;
 
-/// The largest bodies: of strangers, and of ranks.
+/// The largest bodies of strangers, and of ranks.
 inline constexpr std::size_t kMostHello = 4096;
 inline constexpr std::size_t kMostText = std::size_t{1} << 30;
 
-/// One connection. Closed from the other side, it still gives the frames that came before.
+/// One connection. Closed by the peer, it still returns the frames that came before.
 class Frames {
  public:
   Frames(Fd fd, std::size_t most);
   int fd() const { return fd_.get(); }
   bool open() const { return open_; }
   bool wants_to_write() const { return open_ && hears_ && sent_ < out_.size(); }
-  /// What came that is no frame, and ended the connection; empty: nothing.
+  /// The bytes that were not a frame and ended the connection; empty: none.
   const std::string& damage() const { return damage_; }
-  /// The largest body that is taken from now on.
+  /// The largest body that is accepted from now on.
   void take_up_to(std::size_t most) { most_ = most; }
 
-  /// Throws UsageError for a body that no connection takes.
+  /// Throws UsageError for a body that no connection accepts.
   void push(const Frame& frame);
   std::optional<Frame> next();
 
-  /// Moves what the connection takes and gives now, a bounded part of it.
+  /// Reads and writes what the connection allows now, a bounded part of it.
   void write();
   void read();
   /// Forgets what has been read.

@@ -26,7 +26,7 @@ std::string name_of_run() {
 }  // namespace
 
 Hello hello_of(const Launch& launch, const std::string& key) {
-  // A key says better than the launcher's variables which ranks belong together.
+  // A key identifies ranks of one job better than the launcher's variables.
   Hello hello{LONGSPAN_VERSION, key.empty() ? name_of_run() : "", Env::read().secret + key,
               launch.rank, launch.size};
   if (const std::size_t bytes = to_text(hello).size(); bytes > kMostHello)

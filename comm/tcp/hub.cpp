@@ -25,7 +25,7 @@ class Office {
  public:
   explicit Office(const Hello& ours) : ours_(ours), ranks_(ours.size), unseated_(ours.size) {}
 
-  /// Rank 0, which need not say who it is.
+  /// Rank 0, which need not introduce itself.
   void admit_own(Fd fd) {
     Guest& guest = guests_.emplace_back(Frames(std::move(fd), kMostText));
     guest.rank = 0;
@@ -35,14 +35,14 @@ class Office {
   void admit(Fd fd) {
     const auto unknown = [](const Guest& guest) { return !guest.is_known(); };
     if (std::count_if(guests_.begin(), guests_.end(), unknown) >= unseated_ + Hub::kStrangers)
-      // The oldest: who says hello at once is gone from here at once. Whoever was welcomed takes
-      // itself for a rank of the job, and is never sent away to make room.
+      // The oldest: a rank that says hello at once does not stay here. A welcomed rank counts
+      // itself as one of the job, and is never sent away to make room.
       drop(std::find_if(guests_.begin(), guests_.end(), unknown));
     guests_.emplace_back(Frames(std::move(fd), kMostHello));
   }
 
-  /// Moves all that can move now. `closing`: rank 0 has let go, and a rank that does not come to
-  /// the seat it was welcomed to must not keep this thread.
+  /// Moves all that can move now. `closing`: rank 0 has released the hub, and a welcomed rank that
+  /// does not take its seat must not keep this thread.
   void serve(bool closing) {
     for (auto guest = guests_.begin(); guest != guests_.end();) {
       guest->frames.read();
@@ -93,7 +93,7 @@ class Office {
       rank.kept.push_back(frame);
   }
 
-  /// Handles what came. A stranger that hung up behind its hello gets nothing for it.
+  /// Handles what came. A stranger that hung up after its hello gets no answer.
   void listen(Guest& guest) {
     if (guest.state == Guest::stranger && !guest.frames.open()) return;
     while (guest.state != Guest::refused) {
@@ -104,7 +104,7 @@ class Office {
     guest.frames.discard();
   }
 
-  /// False for what no rank sends; the end of the connection is all the answer.
+  /// False for a frame that no rank sends; the only answer is the end of the connection.
   bool handle(Guest& guest, const Frame& frame) {
     switch (guest.state) {
       case Guest::stranger:
@@ -135,7 +135,7 @@ class Office {
     }
     if (const auto why = objection(ours_, hello)) return refuse(guest, *why);
     Rank& rank = ranks_[hello.rank];
-    if (rank.gone)  // to the next communicator, perhaps, whose rank 0 is still in this one
+    if (rank.gone)  // perhaps for the next communicator, whose rank 0 is still in this one
       return refuse(
           guest,
           fmt::format("Rank {} was here and has left, and a rank cannot come back.", hello.rank),
@@ -143,7 +143,7 @@ class Office {
     if (rank.guest && rank.guest->state == Guest::seated)
       return refuse(
           guest, fmt::format("Rank {} is here already: two processes have that rank.", hello.rank));
-    // A rank that has not heard that it is welcome may have given up that connection.
+    // A rank that has not read its welcome may have given up that connection.
     if (rank.guest)
       refuse(*rank.guest, fmt::format("Rank {} came again on another connection.", hello.rank));
     guest.rank = hello.rank;
@@ -191,8 +191,8 @@ class Office {
   int unseated_;  // ranks without a seat
 };
 
-/// Whoever waits at the doors, but not all at once: who was let in is heard before so many others
-/// come that it would have to make room.
+/// Accepts waiting connections, but not all at once: those let in are served before so many others
+/// come that they would have to make room.
 void open_doors(const std::vector<Fd>& listeners, Office& office) {
   const int most =
       std::max(1, Hub::kStrangers / static_cast<int>(std::max<std::size_t>(listeners.size(), 1)));
@@ -201,7 +201,7 @@ void open_doors(const std::vector<Fd>& listeners, Office& office) {
       Fd guest(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (!guest) {
         const bool none = errno == EAGAIN || errno == EWOULDBLOCK || errno == ECONNABORTED;
-        // Out of file descriptors, perhaps: who waits at the door must not keep this thread busy.
+        // Perhaps out of file descriptors: a waiting connection must not keep this thread busy.
         if (!none) std::this_thread::sleep_for(milliseconds(20));
         break;
       }
@@ -209,13 +209,13 @@ void open_doors(const std::vector<Fd>& listeners, Office& office) {
     }
 }
 
-/// How long rank 0 waits for the others when it lets go.
+/// How long rank 0 waits for the others when it releases the hub.
 constexpr milliseconds kMoment{2000};
 
 }  // namespace
 
-/// Hubs that still pass on what the ranks of a communicator say, of which rank 0 has let go. A
-/// process that ends at once would take the messages of the others with it.
+/// Hubs that still relay for the ranks of a communicator that rank 0 has released. If the process
+/// ended at once, the messages of the others would be lost.
 class Hub::Lingering {
  public:
   static void add(std::shared_ptr<Shared> hub) {
@@ -249,7 +249,7 @@ Hub::Hub(std::vector<Fd> listeners, const Hello& ours) : shared_(std::make_share
     std::string trouble;
     try {
       run(*shared, std::move(listeners), std::move(first), ours);
-    } catch (const std::exception& error) {  // no memory: the end of all connections says it
+    } catch (const std::exception& error) {  // no memory: the end of all connections tells it
       trouble.assign(error.what(), std::min<std::size_t>(std::strlen(error.what()), 15));
     }
     const std::lock_guard lock(shared->mutex);

@@ -1,10 +1,10 @@
-// The post office of the TCP control plane: a thread of rank 0 that passes frames on and tells all
-// ranks when a connection ends. It runs apart from rank 0's own work, so that a busy rank 0 does
-// not keep the others from hearing of each other.
+// The relay of the TCP control plane: a thread of rank 0 that passes frames on and tells all ranks
+// when a connection ends. It runs apart from rank 0's own work, so that a busy rank 0 does not
+// delay the others' messages.
 //
-// A guest says hello, hears that it is welcome, and says that it heard: then it has its seat, and
-// its end is the end of the rank. Until then it may vanish and come again. Strangers cost little:
-// there is room for a few of them, for a short time, and for a short hello of each.
+// A guest says hello, is welcomed, and confirms. Then it has its seat, and its end is the end of
+// the rank. Until then it may vanish and come again. Strangers cost little: there is room for a few
+// of them, for a short time, and for a short hello of each.
 #pragma once
 
 #include <unistd.h>
@@ -28,11 +28,11 @@ class Hub {
   static constexpr std::chrono::seconds kStay{5};
   static constexpr int kStrangers = 16;
 
-  /// Passes on between the ranks of `ours`, who meet at these sockets.
+  /// Relays between the ranks of `ours`, which meet at these sockets.
   Hub(std::vector<Fd> listeners, const Hello& ours);
-  /// Frames are passed on until everyone has left, at most for the linger. This waits for a moment;
-  /// then the thread goes on by itself, and the end of the process waits for it: rank 0 may be done
-  /// with a communicator that others still use, and they may be waiting for rank 0 elsewhere.
+  /// Frames are relayed until every rank has left, at most for the linger. This waits for a moment.
+  /// Then the thread goes on by itself, and the end of the process waits for it: rank 0 may be done
+  /// with a communicator that others still use while they wait for rank 0 elsewhere.
   ~Hub();
 
   /// Rank 0's own end.

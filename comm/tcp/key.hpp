@@ -1,4 +1,4 @@
-// What ranks that belong together know and nobody else does.
+// The secret of ranks that belong together.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ inline std::string fresh_key() {
   return key;
 }
 
-/// In a time that does not tell how much of it is right.
+/// Takes the same time however much of it is right.
 inline bool same_secret(const std::string& ours, const std::string& theirs) {
   unsigned differs = ours.size() != theirs.size();
   for (std::size_t i = 0; i < theirs.size(); ++i) {

@@ -13,12 +13,12 @@ namespace longspan::comm {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x4c53504d;
-/// Read ahead at most: small messages come with their headers in one call, and of a large one no
-/// more than this is copied twice.
+/// Most bytes read ahead: small messages come with their headers in one call, and of a large one at
+/// most this much is copied twice.
 constexpr std::size_t kAhead = std::size_t{1} << 14;
-/// Moved at one turn, so that one busy connection does not keep the others waiting.
+/// Moved in one turn, so that one busy connection does not delay the others.
 constexpr std::size_t kTurn = std::size_t{1} << 20;
-/// No message is as long: what says so is damaged.
+/// No message is this long: such a header is damaged.
 constexpr std::uint64_t kMost = std::uint64_t{1} << 48;
 constexpr std::array<std::byte, 1 << 14> kZeros{};
 
@@ -58,7 +58,7 @@ Mesh::Group& Mesh::group_of(std::uint32_t number) {
 void Mesh::open(std::uint32_t number) {
   group_of(number).is_open = true;
   next_group_ = std::max(next_group_, number + 1);
-  // Numbers ascend, so what came early for one that was left out is for nobody.
+  // Numbers ascend, so early messages for a skipped number are for nobody.
   for (auto group = groups_.begin(); group->first < number;) {
     const auto [left_out, is_used] = std::pair(group->first, group->second.is_open);
     ++group;
@@ -101,7 +101,7 @@ void Mesh::finish(Part& part) {
   --*part.left;
 }
 
-/// Whether this message is the one that `part` is to receive. It is done with where it is not.
+/// Whether this message is the one for `part`. Where it is not, `part` is done.
 bool Mesh::accept(Channel& channel, Part& part, const Header& header) {
   if (header.bytes == part.header.bytes && header.collective == part.header.collective) {
     part.header.digest = header.digest;
@@ -217,8 +217,8 @@ bool Mesh::read(Channel& channel) {
   for (std::size_t turn = 0; turn < kTurn;) {
     moved |= take(channel);
     if (!channel.wants_to_read()) break;
-    // The rest of a message goes where it belongs, and what follows it into the buffer, of which
-    // part of a header is left at most.
+    // The rest of a message goes to its memory, and what follows it into the buffer, where at most
+    // a part of a header is left.
     std::copy(channel.buffer.begin() + static_cast<std::ptrdiff_t>(channel.begin),
               channel.buffer.begin() + static_cast<std::ptrdiff_t>(channel.end),
               channel.buffer.begin());
@@ -253,7 +253,7 @@ bool Mesh::read(Channel& channel) {
   return moved;
 }
 
-/// Goes through what was read ahead, as long as something is asked for. True: there was something.
+/// Goes through what was read ahead while receives are posted. True: there was something.
 bool Mesh::take(Channel& channel) {
   bool moved = false;
   while (channel.wants_to_read()) {

@@ -1,12 +1,12 @@
-// Messages between every two ranks, each pair on a connection of its own, which a communicator and
-// what was split from it share. Nothing here blocks but wait().
+// Messages between every two ranks, each pair on its own connection, which a communicator and those
+// split from it share. Only wait() blocks.
 //
-// A message is a header and its bytes. It goes from the memory that it was given in to the memory
-// that was posted for it; messages of one group from one rank to another meet in the order in which
-// they were posted. One that comes before it is asked for, while something else is read from its
-// rank, is kept. Where nothing is asked for nothing is read, and TCP keeps the sender waiting.
+// A message is a header and its bytes. It goes from the sender's memory to the memory that was
+// posted for it. Messages of one group from one rank to another match in the order of posting. A
+// message that comes before its receive, while something else is read from its rank, is kept. Where
+// no receive is posted nothing is read, and TCP holds the sender back.
 //
-// What travels is of ranks with one key, and is believed as far as it can be read.
+// All traffic is of ranks with one key, and is trusted as far as it can be read.
 #pragma once
 
 #include <poll.h>
@@ -36,13 +36,13 @@ class Mesh {
     std::uint64_t digest = 0;
   };
 
-  /// One message, to or from one rank. It stays where it is from post to its end, or to cancel.
+  /// One message, to or from one rank. It must not move from post to its end, or to cancel.
   struct Part {
     Part* next = nullptr;  // the mesh's own
     int peer = 0;          // of all ranks
     bool receives = false;
     bool is_done = false;
-    bool is_wrong = false;  // another message came than this one: `header` is that one's
+    bool is_wrong = false;  // another message came: `header` is its header
     Header header;          // what is sent; what must come, and then what came
     const std::byte* from = nullptr;
     std::byte* to = nullptr;
@@ -52,11 +52,10 @@ class Mesh {
   /// By rank, sockets that do not block; none to this one.
   explicit Mesh(std::vector<Fd> connections);
 
-  /// From here on messages of this group may be posted; those that came early wait for it.
+  /// From here on messages of this group may be posted; early ones have been kept for it.
   void open(std::uint32_t group);
-  /// Nothing is read or written any more for parts of this group that are not done, and what comes
-  /// later for it is dropped. A message that is partly sent goes on as zeros: others share its
-  /// connection.
+  /// Nothing is read or written any more for unfinished parts of this group, and what comes later
+  /// for it is dropped. A partly sent message goes on as zeros: others share its connection.
   void cancel(std::uint32_t group) noexcept;
 
   /// `part` with its header's group, collective, digest and bytes.
@@ -67,7 +66,7 @@ class Mesh {
   /// Returns when something may move, or after `limit`.
   void wait(milliseconds limit) noexcept;
 
-  /// Why this part cannot be done any more, as the connection has ended; null: it can.
+  /// Why this part can no longer be done, since the connection has ended; null: it can.
   const char* trouble(const Part& part) const;
 
  private:
@@ -77,7 +76,7 @@ class Mesh {
     void push(Part& part);
     Part* pop();
   };
-  /// A message that nobody has asked for yet.
+  /// A message without a receive so far.
   struct Early {
     Header header;
     std::unique_ptr<std::byte[]> bytes;
@@ -130,7 +129,7 @@ class Mesh {
   std::map<std::uint32_t, Group> groups_;
   std::uint32_t next_group_ = 0;  // groups below it that are not in groups_ have ended
   std::vector<pollfd> polled_;
-  std::vector<std::byte> scrap_;  // where what nobody wants is read to
+  std::vector<std::byte> scrap_;  // where unwanted bytes are read to
 };
 
 }  // namespace longspan::comm

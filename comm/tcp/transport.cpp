@@ -3,8 +3,8 @@
 // loop that waits for them watches the deadline and the control plane.
 //
 // Several transfers may be open. All ranks start them in the same order, and messages of two ranks
-// meet in that order. What was split from a communicator uses the same connections with a number of
-// its own: nothing has to be connected, and so nothing can wait for a rank that does not come.
+// match in that order. A communicator that was split from another uses the same connections with
+// its own number: nothing has to be connected, and so nothing can wait for a missing rank.
 #include "comm/tcp/transport.hpp"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@
 namespace longspan::comm {
 namespace {
 
-/// What a connection that ended waits for the message that says why, which takes another way.
+/// How long to wait, after a connection ended, for the message with the reason, on another way.
 constexpr milliseconds kNews{1000};
 
 std::byte* at(void* base, std::size_t offset) { return static_cast<std::byte*>(base) + offset; }
@@ -64,7 +64,7 @@ class TcpTransport final : public ControlledTransport {
 
  protected:
   int start(const Collective& collective, Stream, const char* step) override {
-    // Who comes late hears of it here, before anything can be written to memory of the caller.
+    // A rank that comes late learns of it here, before anything is written to the caller's memory.
     or_end([&] { control().check(step, milliseconds(0)); });
     int number = 0;
     or_end([&] {
@@ -114,7 +114,7 @@ class TcpTransport final : public ControlledTransport {
   }
 
   /// The caller's memory is written until all has come, so a transfer that nobody waits for is
-  /// waited for here. What goes wrong ends the communicator, and whoever calls next hears of it.
+  /// waited for here. An error ends the communicator, and the next call throws it.
   void drop(int number) noexcept override {
     try {
       finish(number, {});
@@ -131,15 +131,15 @@ class TcpTransport final : public ControlledTransport {
   }
 
  private:
-  /// A transfer, whose memory the next ones use again.
+  /// A transfer, whose memory later ones reuse.
   struct Open {
     bool is_taken = false;
     Collective collective;
     std::string step;
     RunName run;
-    std::vector<std::byte> staged;  // what a sum receives; what is sent, where it is overwritten
+    std::vector<std::byte> staged;  // what a sum receives; data to send that gets overwritten
     std::vector<Mesh::Part> parts;
-    std::vector<int> peers;  // of each part, its rank here
+    std::vector<int> peers;  // the rank here of each part
     std::size_t left = 0;    // parts that are not done
   };
 
@@ -152,8 +152,8 @@ class TcpTransport final : public ControlledTransport {
     return open.staged.data();
   }
 
-  /// What is sent, in memory that nothing is received into meanwhile. A rank's own part may lie in
-  /// its place of what is received.
+  /// The data to send, in memory that nothing is received into meanwhile. A rank's own part may lie
+  /// in its place of the received data.
   const std::byte* apart(Open& open, std::size_t sent, std::size_t received) const {
     const Collective& collective = open.collective;
     const std::byte* send = at(collective.send, 0);
@@ -213,7 +213,7 @@ class TcpTransport final : public ControlledTransport {
     for (Mesh::Part& part : open.parts) mesh_->post(part);
   }
 
-  /// From the next rank on, so that not all send to the same one first.
+  /// From the next rank on, so that ranks do not all send to the same one first.
   template <class Work>
   void for_peers(const Work& work) const {
     for (int turn = 1; turn < size(); ++turn) work((rank() + turn) % size());
@@ -248,7 +248,7 @@ class TcpTransport final : public ControlledTransport {
     if (open.collective.digests) part.header.digest = open.collective.digests[rank()];
   }
 
-  /// What is left to do when all has come.
+  /// Finishes the transfer when all has come.
   void conclude(Open& open) {
     const Collective& collective = open.collective;
     for (std::size_t i = 0; i < open.parts.size(); ++i) {
@@ -280,7 +280,7 @@ class TcpTransport final : public ControlledTransport {
     control().disagree(open.run, {ErrorKind::rank_failure, peer, open.step, what});
   }
 
-  /// Throws where a part cannot be done as its peer has gone. Why it has may be on its way.
+  /// Throws where a part cannot be done since its peer has gone. The reason may be on its way.
   void find_trouble(const Open& open) {
     for (std::size_t i = 0; i < open.parts.size(); ++i) {
       const char* why = mesh_->trouble(open.parts[i]);
@@ -304,7 +304,7 @@ class TcpTransport final : public ControlledTransport {
   } catch (...) {
     mesh_->cancel(group_);
     for (auto& open : open_) open->parts.clear();
-    // An error of another kind (no memory) loses the exchange too, and with it the communicator.
+    // Another error (no memory) loses the exchange too, and with it the communicator.
     if (!control().outcome().failed())
       abort("it met an error in an exchange; its own output says it");
     throw;

@@ -1,4 +1,4 @@
-// States on processors without MPI travel over TCP.
+// The transport for states on CPUs without MPI: TCP.
 #pragma once
 
 #include <memory>

@@ -1,9 +1,10 @@
-// One query on six keys, which lie in two shards. Each shard gives a partial state
+// One query on six keys in two shards. Each shard gives a partial state
 //
 //     m = max s,   l = sum exp(s - m),   o = sum exp(s - m) v
 //
-// and one merge gives the answer over all six keys. Only the algebra (longspan/state.hpp): no
-// ranks, no kernels, nothing to link. Inside, scores are in base 2, so exp becomes exp2.
+// and one merge gives the answer over all six keys. This uses only the algebra
+// (longspan/state.hpp): no ranks, no kernels, nothing to link. Internally, scores are in base 2, so
+// exp becomes exp2.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>

@@ -1,7 +1,7 @@
-// Attention over a sequence sharded across MPI ranks, on processors.
+// Attention over a sequence sharded across MPI ranks, on CPUs.
 //
 // Every rank holds its own part of the keys and values and all of the queries. Each gets the whole
-// result, bitwise equal on all ranks, and equal to what one process alone computes.
+// result: bitwise equal on all ranks, and to the result of one process alone.
 // [includes]
 #include <mpi.h>
 
@@ -101,7 +101,7 @@ int run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int level = 0;  // longspan computes on threads of its own and refuses to run on less than this
+  int level = 0;  // longspan computes on its own threads and requires at least this
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int status = EXIT_FAILURE;
   try {

@@ -1,6 +1,6 @@
 // Attention over a sequence sharded across GPUs, one process a GPU, over an NCCL communicator that
-// the program already has. The run is captured in a CUDA graph, as a serving engine would, and the
-// replay is checked against the same attention on one processor.
+// the program already has. The run is captured in a CUDA graph, as in a serving engine, and the
+// replay is compared with the same attention on one CPU.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <mpi.h>
@@ -70,7 +70,7 @@ ncclComm_t make_nccl(int rank, int ranks) {
   return comm;
 }
 
-/// The whole on this processor: the host backend of the same library.
+/// The whole result on this CPU, by the host backend of the same library.
 Values attend_on_host(Values q, Values k, Values v) {
   Values out(q.size());
   longspan::attend(longspan::self(),

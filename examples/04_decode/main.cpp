@@ -2,8 +2,8 @@
 // ranks.
 //
 // The cache is interleaved: blocks of 128 keys are dealt out in turn, so that it stays even while
-// it grows. Every rank holds the new query, key and value and gets the result; the rank whose turn
-// it is writes the key and the value into its part of the cache. The layer is made once, and
+// it grows. Every rank holds the new query, key and value and gets the result. One rank at a time,
+// in turn, writes the key and the value into its part of the cache. The layer is made once, and
 // running it allocates nothing.
 #include <mpi.h>
 
@@ -26,7 +26,7 @@ constexpr int kHeads = 8, kKvHeads = 2, kDim = 64;
 constexpr std::int64_t kPrompt = 1'000, kSteps = 200, kMaxLen = kPrompt + kSteps;
 constexpr std::int64_t kRow = kKvHeads * kDim;  // elements of one key
 
-/// What the model would compute for the token at `position`: the same on every rank.
+/// The model's result for the token at `position`: the same on every rank.
 struct Token {
   std::vector<float> q, k, v;
 
@@ -127,7 +127,7 @@ int run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int level = 0;  // longspan computes on threads of its own and refuses to run on less than this
+  int level = 0;  // longspan computes on its own threads and requires at least this
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int status = EXIT_FAILURE;
   try {

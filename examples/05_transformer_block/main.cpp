@@ -3,8 +3,8 @@
 //     y = x + attention(rmsnorm(x) Wq, rmsnorm(x) Wk, rmsnorm(x) Wv) Wo
 //
 // Every rank owns its own rows of x from end to end. Norm and projections (a BLAS) work row by row
-// and need no communication; the one step where tokens meet is the longspan layer, with the queries
-// sharded like the keys (Options::queries). The result is checked against the block in one piece.
+// and need no communication. Tokens meet only in the longspan layer, with the queries sharded like
+// the keys (Options::queries). The result is compared with the block in one piece.
 #include <cblas.h>
 #include <mpi.h>
 
@@ -145,7 +145,7 @@ int run() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  int level = 0;  // longspan computes on threads of its own and refuses to run on less than this
+  int level = 0;  // longspan computes on its own threads and requires at least this
   MPI_Init_thread(&argc, &argv, MPI_THREAD_FUNNELED, &level);
   int status = EXIT_FAILURE;
   try {

@@ -1,9 +1,9 @@
 // Serving from a cache that is paged, sharded and quantised: two sequences of different lengths get
 // their prompts, decode, and have a tree of draft tokens verified in one step.
 //
-// Blocks of 128 keys are dealt out to the ranks in turn. Every rank has its own pages and its own
-// block table, takes a page when a sequence needs one, and keeps the keys that its positions say
-// are its own. Queries and new tokens are on all ranks. With an argument "cuda": on GPUs.
+// Blocks of 128 keys are dealt out to the ranks in turn. Every rank has its own pages and block
+// table, takes a page when a sequence needs one, and keeps the keys at its own positions. Queries
+// and new tokens are on all ranks. With an argument "cuda": on GPUs.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -26,7 +26,7 @@ constexpr int kHeads = 8, kKvHeads = 2, kDim = 64, kPage = 16, kBatch = 2;
 constexpr int kDrafts = 3;  // in the tree
 constexpr std::int32_t kPrompts[kBatch] = {300, 1'000};
 constexpr std::int64_t kMaxLen = 1'100, kColumns = kMaxLen / kPage + 1;
-constexpr float kScale = 1.0f / 64;  // of the cache: a stored x stands for x / 64
+constexpr float kScale = 1.0f / 64;  // of the cache: a stored x means x / 64
 constexpr std::int64_t kRow = kKvHeads * kDim;
 constexpr int kSkipped = 77;  // what ctest takes for "not run here"
 
@@ -39,7 +39,7 @@ Buffer upload(Device device, const std::vector<T>& values) {
 
 using Bits = std::vector<std::uint16_t>;  // bf16
 
-/// What the model would compute for a token: the same on every rank.
+/// The model's result for a token: the same on every rank.
 void add_random(Bits& rows, std::int64_t n, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -66,7 +66,7 @@ struct Tokens {
   std::int64_t count() const { return start.back(); }
 };
 
-/// One rank's pages and, for each sequence, which of them hold its keys.
+/// One rank's pages and, for each sequence, the pages of its keys.
 class Cache {
  public:
   Cache(Device device, const longspan::Shard& shard)
@@ -242,7 +242,7 @@ int run(Device device) {
         std::fmax(worst, difference(a.decoded[i].data(), b.decoded[i].data(), b.decoded[i].size()));
     same += a.decoded[i] == b.decoded[i];
   }
-  // Verified in the tree or decoded by itself, the accepted token has one result.
+  // Verified in the tree or decoded by itself, the accepted token has the same result.
   double verified = 0;
   for (std::int64_t s = 0; s < kBatch; ++s)
     verified = std::fmax(verified, difference(&a.drafts[(s * kDrafts + 2) * kHeads * kDim],

@@ -1,4 +1,4 @@
-"""The smallest one: every rank has some of the keys, and gets attention over all of them."""
+"""The smallest example: every rank has some of the keys, and gets attention over all of them."""
 
 import numpy as np
 

@@ -6,8 +6,8 @@ import longspan
 
 
 def attention(q, k, v, comm):
-    """What stands in a model in place of scaled_dot_product_attention(q, k, v, is_causal=True): the
-    tokens are this rank's, and what they see is everybody's."""
+    """Replaces scaled_dot_product_attention(q, k, v, is_causal=True) in a model: the tokens are
+    this rank's, and see those of all ranks."""
     # [attend]
     return longspan.attend(q, k, v, comm=comm, causal=True, keys="zigzag", queries="zigzag")
     # [/attend]

@@ -1,6 +1,6 @@
 """A Llama-shaped model (RMSNorm, rotary embedding, grouped queries, SwiGLU) with random weights. The
-prompt is computed in shards; its keys stay where they were computed, and decoding goes on from there.
-The tokens that come out are those of one process."""
+prompt is computed in shards; its keys stay on their ranks, and decoding continues from there. The
+resulting tokens are those of one process."""
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class Model:
         self.cache = torch.zeros(LAYERS, 2, 1, rows, KV_HEADS, HEAD_DIM)
 
     def run(self, tokens, positions, attention):
-        """Logits of the last of these tokens. attention(layer, q, k, v) knows who has the others."""
+        """Logits of the last of these tokens. attention(layer, q, k, v) knows which ranks have the others."""
         x = self.embedding[tokens]
         for number, w in enumerate(self.layers):
             y = norm(x)

@@ -1,4 +1,4 @@
-"""A layer of a real model on a real text: what attention of all-MiniLM-L6-v2 receives for the opening of
+"""A layer of a real model on a real text: the inputs of attention in all-MiniLM-L6-v2 for the opening of
 Moby-Dick, over ranks, beside float64."""
 
 import pathlib

@@ -31,7 +31,7 @@ struct Settings {
   double memory = 0;                      // bytes for caches, of a GPU or of the host
   std::chrono::milliseconds deadline{0};  // of the ranks, which may be waiting for one of them
 
-  /// The steps of a run. One step goes ahead of the capture and is checked.
+  /// The steps of a run. One step runs before the capture and is checked.
   std::int64_t steps() const { return std::int64_t{1} + options.warmup + options.iterations; }
 };
 
@@ -68,8 +68,8 @@ void check_lengths(const Settings& s, int ranks) {
   }
 }
 
-/// The value of --memory, or else what is free where least is free: most of a GPU, and half of the
-/// host up to 4 GiB.
+/// The value of --memory; or else, by the rank with the least free memory, most of a GPU, or half
+/// of the host up to 4 GiB.
 double memory_for_caches(const Communicator& world, const DecodeOptions& o) {
   constexpr double kGiB = 1 << 30;
   if (o.memory_gib > 0) return o.memory_gib * kGiB;
@@ -80,7 +80,7 @@ double memory_for_caches(const Communicator& world, const DecodeOptions& o) {
   return world.device() == Device::cuda ? 0.8 * least : std::min(0.5 * least, 4 * kGiB);
 }
 
-/// What one run gave, the same on every rank.
+/// The results of one run, the same on every rank.
 struct Timed {
   std::vector<double> times;  // ms; for each step that of the slowest rank
   double append = 0;          // ms; the median, of the slowest rank
@@ -107,8 +107,8 @@ double median_of_last(std::vector<double> values, int count) {
   return median(std::move(values));
 }
 
-/// Checks one step, times many, and checks the last of them. With `split` it also measures where
-/// the time goes.
+/// Checks one step, times many, and checks the last of them. With `split` it also measures the
+/// parts of the time.
 Timed measure(const Communicator& world, const Settings& s, const DecodeShape& shape, bool split,
               const Pulse& pulse) {
   using Part = DecodeStep::Part;
@@ -139,7 +139,7 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   } else {
     for (const Part part : {Part::read, Part::own}) {
       if (part == Part::own && world.size() == 1) break;
-      step->restart(0);  // once ahead of the capture, as kernels are loaded when first used
+      step->restart(0);  // once before the capture, since kernels are loaded at first use
       step->queue(part, step->stream());
       step->wait();
       parts.push_back(median(repeat(world, s, *step, part, pulse)));
@@ -153,9 +153,9 @@ Timed measure(const Communicator& world, const Settings& s, const DecodeShape& s
   return t;
 }
 
-/// The number of caches that fit, for the ranks and for one alone, so that both read memory alike.
-/// Layers that share a cache must not find it in a GPU's L2: without --memory they share only where
-/// one of them, on 4 GPUs, is hundreds of MB on each, which is many times an L2.
+/// The number of caches that fit, both for the ranks and for one alone, so that they read memory in
+/// the same way. Layers that share a cache must not find it in a GPU's L2. Without --memory they
+/// share only where a cache, on 4 GPUs, is hundreds of MB on each, which is many times an L2.
 int caches_for(const Settings& s, const DecodeShape& ours, const DecodeShape& alone,
                const Communicator& world, bool with_alone, std::string& not_alone) {
   const double share = world.device() == Device::host ? s.memory / world.size() : s.memory;
@@ -179,8 +179,7 @@ void refuse_wrong(const std::optional<Judgement>& check, const char* who) {
               fmt::format("{}{}; nothing was written", who, complaint(*check)));
 }
 
-/// Measures the step of one rank that has everything, on rank 0 while the others wait. It is
-/// collective.
+/// Measures the step of one rank that has everything, on rank 0 while the others wait. Collective.
 Spread time_alone(const Communicator& world, const Settings& s, const DecodeShape& shape) {
   std::vector<double> times;
   on_first_rank(world, "measurement of one rank alone", [&](const Pulse& pulse) {
@@ -251,7 +250,7 @@ int bench_decode(const Communicator& control, const CommandLine& line) {
   together(world, "check of the lengths", [&] { check_lengths(s, world.size()); });
   s.memory = memory_for_caches(world, o);
 
-  // Where --json goes to standard output, nothing else goes there.
+  // With --json on standard output, nothing else is printed there.
   std::FILE* const table = json && json->is_standard_output() ? stderr : stdout;
 
   DecodeReport report{.backend = name(world.device()),

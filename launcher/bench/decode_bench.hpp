@@ -1,5 +1,5 @@
-// Runs `longspan bench decode`: the decode step of a sharded cache is checked, timed, and compared
-// with one rank alone.
+// Runs `longspan bench decode`: checks and times the decode step of a sharded cache, and compares
+// it with one rank alone.
 #pragma once
 
 #include "launcher/options/options.hpp"
@@ -7,7 +7,7 @@
 
 namespace longspan::launcher {
 
-/// Runs the benchmark and returns the exit status. It is collective.
+/// Runs the benchmark and returns the exit status. Collective.
 int bench_decode(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -14,7 +14,7 @@
 
 namespace longspan::launcher {
 
-/// What was measured for one length.
+/// The measurements of one length.
 struct DecodeRow {
   std::int64_t kv = 0;  // of each sequence before the first step, on all ranks together
   int caches = 1;
@@ -22,14 +22,14 @@ struct DecodeRow {
   std::size_t workspace_bytes = 0;  // of the layer, on rank 0
   std::vector<double> times;        // ms; for each step that of the slowest rank
   Spread time;
-  // These are the parts of the median step, in ms: the slowest rank's appends, its attention over
-  // its own keys, and the rest, which is the exchange with its merge.
+  // Parts of the median step, in ms: the slowest rank's appends, its attention over its own keys,
+  // and the rest, which is the exchange with its merge.
   double append = 0, attend = 0, exchange = 0;
   double bandwidth = 0;  // GB/s of keys and values that a rank reads, over the whole step
 
   std::int64_t alone_kv = 0;    // of each sequence before the first step
   std::optional<Spread> alone;  // ms of a step on rank 0 alone
-  std::string not_alone;        // why there is no such time
+  std::string not_alone;        // why that time is missing
   std::optional<double> efficiency;
 
   std::optional<Judgement> check;
@@ -45,7 +45,7 @@ struct DecodeReport {
   std::vector<DecodeRow> rows;
 };
 
-/// The lines behind the title, and a row.
+/// The lines after the title, and a row.
 std::string header(const DecodeReport& report);
 std::string row(const DecodeReport& report, const DecodeRow& row);
 nlohmann::ordered_json to_json(const DecodeReport& report);

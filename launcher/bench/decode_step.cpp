@@ -71,8 +71,8 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
   restart(0);
 }
 
-/// Makes page tables in an order that no layout has: page i of the tables is page 5 i + 3 of the
-/// memory, or has the next multiplier that has no divisor in common with their number.
+/// Makes page tables in an order unlike any layout's: page i of the tables is page 5 i + 3 of the
+/// memory, or uses the next multiplier that has no divisor in common with their number.
 void DecodeStep::make_table() {
   if (shape_.page == 0) return;
   const std::int64_t pages = shape_.batch * capacity_ / shape_.page;
@@ -161,7 +161,7 @@ void DecodeStep::make_args() {
         .new_v = device == Device::cuda ? append.new_v : Tensor()};
     appends_.push_back(append);
     args_.push_back(args);
-    if (own_layer_) {  // its keys end where they do, so that new ones go behind them on every rank
+    if (own_layer_) {  // its keys end at the same place, so that new ones follow them on every rank
       args.kv_len = array<std::int32_t>(own_len_, device);
     }
     own_args_.push_back(args);

@@ -24,17 +24,17 @@ class DecodeStep {
   enum class Part {
     whole,
     append,  // the lengths and the appends
-    own,     // on CUDA: as whole, over this rank's keys alone, so that nothing travels
+    own,     // on CUDA: as whole, over this rank's keys only, so that nothing travels
     read     // on CUDA: the same, with nothing appended
   };
 
-  /// Makes the step. It is collective. `pulse` is called now and then while something takes long.
+  /// Makes the step. Collective. `pulse` is called now and then while something takes long.
   DecodeStep(const Communicator& world, const DecodeShape& shape, std::function<void()> pulse);
 
-  /// Queues a step. On the host it is done on return, and spent() says where the time went.
+  /// Queues a step. On the host it is done on return, and spent() has the parts of its time.
   void queue(Part part, Stream stream);
 
-  /// Gives the work of queue(part), to be repeated.
+  /// The work of queue(part), to be repeated.
   std::unique_ptr<Replays> repeat(Part part) {
     return queue_.repeat([this, part](Stream stream) { queue(part, stream); });
   }
@@ -45,17 +45,17 @@ class DecodeStep {
   void restart(std::int64_t done);
 
   /// The milliseconds of the appends, and of the attention over own keys, of each step since the
-  /// last call. They are known on the host only.
+  /// last call. Known only on the host.
   struct Spent {
     std::vector<double> append, attend;
   };
   Spent spent() { return std::exchange(spent_, {}); }
 
   /// Judges `samples` of the last step's outputs. Throws a SharedError where the lengths are not
-  /// those after `done` steps, an output is not finite, or ranks have other bits. It is collective.
+  /// those after `done` steps, an output is not finite, or ranks have other bits. Collective.
   Judgement check(std::int64_t done, int samples);
 
-  /// The digest of the outputs of all layers, when they were last checked.
+  /// The digest of the outputs of all layers at the last check.
   std::uint64_t bits() const { return bits_; }
   const Attention& layer() const { return layer_; }
 

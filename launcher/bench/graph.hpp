@@ -1,5 +1,5 @@
-// Captures work in a CUDA graph, replays it, and times it by events on its stream, so that what the
-// host does to launch kernels is not counted. It is in builds with CUDA only.
+// Captures work in a CUDA graph, replays it, and times it by events on its stream, so that the
+// host's time to launch kernels is not counted. Only in builds with CUDA.
 //
 //     GpuStream stream;
 //     Graph graph(stream.get(), [&](Stream on) { layer.run(request, on); });
@@ -18,7 +18,7 @@
 
 namespace longspan::launcher {
 
-/// Throws where a call failed. What is thrown does not stay the runtime's last error.
+/// Throws where a call failed, and clears the runtime's last error.
 inline void cuda_ok(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());
@@ -67,7 +67,7 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
 
-  /// Queues `count` replays back to back, with a mark before, between and behind them.
+  /// Queues `count` replays back to back, with a mark before, between and after them.
   void replay(int count) {
     while (static_cast<int>(marks_.size()) <= count) {
       cudaEvent_t mark = nullptr;

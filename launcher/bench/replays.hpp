@@ -1,5 +1,5 @@
-// Does work again and again on a stream, and times each repetition: by a CUDA graph on a GPU, by a
-// loop and a clock on the host.
+// Repeats work on a stream, and times each repetition: by a CUDA graph on a GPU, by a loop and a
+// clock on the host.
 #pragma once
 
 #include <cstddef>
@@ -15,20 +15,18 @@ class Replays {
  public:
   virtual ~Replays() = default;
   virtual void queue(int count) = 0;
-  /// The milliseconds of each repetition that the last queue() asked for; blocks until they are
-  /// done.
+  /// The milliseconds of each repetition of the last queue(); blocks until they are done.
   virtual std::vector<double> milliseconds() const = 0;
 };
 
-/// A stream of one's own on a GPU; on the host there is none.
+/// A separate stream on a GPU; none on the host.
 class Queue {
  public:
   explicit Queue(Device device);
   ~Queue();
 
   Stream stream() const;
-  /// Makes `work` repeatable. It must queue the same each time: on a GPU it is captured, here and
-  /// once.
+  /// Makes `work` repeatable. It must queue the same each time: on a GPU it is captured once, here.
   std::unique_ptr<Replays> repeat(std::function<void(Stream)> work) const;
 
  private:
@@ -36,7 +34,7 @@ class Queue {
   std::unique_ptr<Impl> impl_;
 };
 
-/// The bytes that this process could take now, of the current GPU or the host.
+/// The bytes that this process could allocate now, on the current GPU or the host.
 std::size_t free_memory(Device device);
 
 }  // namespace longspan::launcher

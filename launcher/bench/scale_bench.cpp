@@ -41,7 +41,7 @@ std::vector<Case> cases_of(const ScaleOptions& o, bool gpu) {
   return cases;
 }
 
-/// 1, 2, 4 ... and all, or what was asked for.
+/// 1, 2, 4 ... and all, or the numbers that were asked for.
 std::vector<int> ranks_of(const ScaleOptions& o, int all) {
   std::vector<int> ranks = o.ranks;
   if (ranks.empty()) {
@@ -57,7 +57,7 @@ std::vector<int> ranks_of(const ScaleOptions& o, int all) {
 
 class ScaleBench {
  public:
-  /// Of `problems` problems: each is one of the grid on one number of ranks.
+  /// Progress in `problems` problems: each is one of the grid on one number of ranks.
   ScaleBench(const Communicator& world, const CommandLine& line, ScaleReport& report,
              std::size_t problems)
       : world_(world),
@@ -66,14 +66,14 @@ class ScaleBench {
         report_(report),
         total_(problems * strategies().size()) {}
 
-  /// Measures a problem on the first `n` ranks by every strategy. It is collective over all.
+  /// Measures a problem on the first `n` ranks by every strategy. Collective over all.
   void measure(const Case& c, int n, Progress& progress, std::FILE* table) {
     const auto part = world_.split(world_.rank() < n ? 0 : -1);
     const RunOptions options = options_of(c, n);
     std::optional<Problem> problem;
     std::vector<Forecast> forecasts;
     std::vector<ScaleRow> rows;
-    const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all do the same
+    const std::size_t count = n == 1 ? 1 : strategies().size();  // alone all strategies do the same
     const auto is_measured = [&](std::size_t i) {
       return n == 1 || is_asked_for(strategies()[i], n);
     };
@@ -129,7 +129,7 @@ class ScaleBench {
   }
 
  private:
-  /// Of two levels on one node nothing is asked unless by name.
+  /// On one node, strategies of two levels run only if named.
   bool is_asked_for(const StrategyInfo& strategy, int ranks) const {
     if (o_.strategies.empty()) {
       const int per_node = o_.ranks_per_node;
@@ -166,7 +166,7 @@ class ScaleBench {
     return sample_rows(problem, o_.check, line_.world.seed);
   }
 
-  /// Makes the trial where there is none yet, else gives it a layer of the strategy.
+  /// Makes the trial where it is missing, or else gives it a layer of the strategy.
   ScaleRow measure(const Communicator& part, const Case& c, const RunOptions& options,
                    const Problem& settled, const Forecast& f, std::optional<Trial>& trial) const {
     ScaleRow r{.phase = c.phase,
@@ -237,7 +237,7 @@ class ScaleBench {
   const CommandLine& line_;
   const ScaleOptions& o_;
   ScaleReport& report_;
-  std::size_t total_, measured_ = 0;  // what may be measured, and what was
+  std::size_t total_, measured_ = 0;  // problems to measure, and those measured
 };
 
 }  // namespace

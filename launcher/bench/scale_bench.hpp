@@ -1,5 +1,6 @@
 // Runs `longspan bench scale`: prefill, chunks and decode on more and more of the ranks, by every
-// strategy that serves, each checked, timed, and compared with one rank and with its forecast.
+// strategy that supports them. Each is checked, timed, and compared with one rank and with its
+// forecast.
 #pragma once
 
 #include "launcher/options/options.hpp"
@@ -7,7 +8,7 @@
 
 namespace longspan::launcher {
 
-/// Runs the benchmark and returns the exit status. It is collective.
+/// Runs the benchmark and returns the exit status. Collective.
 int bench_scale(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

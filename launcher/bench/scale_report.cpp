@@ -31,7 +31,7 @@ ordered_json to_json(const ScaleRow& r) {
   return json;
 }
 
-/// Whether two rows are of one problem on as many ranks.
+/// Whether two rows are of one problem on the same number of ranks.
 bool same_problem(const ScaleRow& a, const ScaleRow& b) {
   return a.phase == b.phase && a.ranks == b.ranks && a.kv == b.kv && a.tokens == b.tokens;
 }

@@ -1,4 +1,4 @@
-// Keeps what `longspan bench scale` measured: the table, the CSV and the JSON come from it.
+// Keeps the measurements of `longspan bench scale` for the table, the CSV and the JSON.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -11,11 +11,11 @@
 
 namespace longspan::launcher {
 
-/// One problem on so many ranks by one strategy.
+/// One problem on `ranks` ranks by one strategy.
 struct ScaleRow {
   std::string phase, strategy;
-  std::string no;           // why it does not serve; then the rest is empty
-  std::string not_by_auto;  // why "auto" leaves it out, although it serves
+  std::string no;           // why it is unsupported; then the rest is empty
+  std::string not_by_auto;  // why "auto" skips it, although it is supported
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;
   bool chosen = false;   // by "auto"
@@ -27,7 +27,7 @@ struct ScaleRow {
   double received_bytes = 0;                   // by a rank in a run, from the formula
   double counted_bytes = 0;                    // by the rank that received most, as it counted
   std::size_t workspace_bytes = 0;
-  std::size_t peer_bytes = 0;        // besides, of memory that peers write
+  std::size_t peer_bytes = 0;        // in addition, memory that peers write
   std::optional<double> efficiency;  // against one rank
   std::optional<Judgement> check;
 };
@@ -44,7 +44,7 @@ struct ScaleReport {
   std::vector<ScaleRow> rows;
 };
 
-/// Write the lines that begin with '#', the row, and what "auto" came to.
+/// Write the lines that begin with '#', the row, and the result of "auto".
 std::string header(const ScaleReport& report);
 std::string row(const ScaleRow& row);
 std::string summary(const ScaleReport& report);

@@ -44,7 +44,7 @@ std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmu
     trial.run();
     const std::chrono::duration<double, std::milli> elapsed =
         std::chrono::steady_clock::now() - begin;
-    // On a GPU the marks on the stream leave out the host's part of launching and waiting.
+    // On a GPU the marks on the stream exclude the host's time to launch and wait.
     const Phases phases = trial.layer().phases();
     const bool gpu = world.device() == Device::cuda;
     samples.push_back({gpu ? phases.total() : elapsed.count(), phases});

@@ -85,7 +85,7 @@ std::string kernels_text(bool json) {
 
 namespace {
 
-/// A line of the tables of options and arguments: what one is called, and how ranks compare it.
+/// A line of the tables of options and arguments: its name, and how ranks compare it.
 struct Named {
   std::string member;
   const char* python;

@@ -1,9 +1,9 @@
-// The longspan command: it parses, meets the other ranks, agrees, works, and ends with the error's
-// number.
+// The longspan command: it parses, meets the other ranks, agrees, works, and exits with the number
+// of the error.
 //
-// It has two ways to end. It ends in good order when every rank knows the outcome: rank 0 speaks
-// and MPI is finalised. It ends at once when only this rank knows: it says why, tells the others,
-// and leaves without finalising, so that no dead or stopped rank is waited for.
+// It has two ways to end. The orderly way is for outcomes that every rank knows: rank 0 prints and
+// MPI is finalised. The other is at once, for an error that only this rank knows: it prints why,
+// tells the others, and exits without finalising, so that it waits for no dead or stopped rank.
 #include <fmt/format.h>
 #include <sys/time.h>
 
@@ -82,15 +82,15 @@ int perform(const Communicator& world, const CommandLine& line) {
   return 0;
 }
 
-/// Ends without waiting for any other rank; what was being written goes with it. It does only what
-/// a signal handler may do.
+/// Ends without waiting for any other rank, and removes unfinished files. It does only what a
+/// signal handler may do.
 [[noreturn]] void leave_at_once(int status) {
   remove_unfinished();
   std::_Exit(status);
 }
 
 /// Ends the process if the orderly end (MPI_Finalize waits for every rank) outlasts the deadline.
-/// It does so by a signal, as a thread for it may not start where memory is short.
+/// It uses a signal, since a thread may not start where memory is short.
 void limit_the_end(std::chrono::milliseconds deadline) {
   std::fflush(nullptr);
   std::signal(SIGALRM, [](int) { std::_Exit(static_cast<int>(ErrorKind::timeout)); });
@@ -103,7 +103,7 @@ void limit_the_end(std::chrono::milliseconds deadline) {
 /// Removes a file that is being written when a signal ends the process.
 void clean_up_on_signals() {
   for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGQUIT}) {
-    if (std::signal(number, SIG_IGN) == SIG_IGN) continue;  // stays ignored, as nohup wants it
+    if (std::signal(number, SIG_IGN) == SIG_IGN) continue;  // stays ignored, for nohup
     std::signal(number, [](int received) {
       remove_unfinished();
       std::signal(received, SIG_DFL);
@@ -112,7 +112,7 @@ void clean_up_on_signals() {
   }
 }
 
-/// Ends for what only this rank knows.
+/// Ends for an error that only this rank knows.
 [[noreturn]] void fail(const Communicator* world, ErrorKind kind, const char* what) {
   std::fflush(stdout);
   complain(

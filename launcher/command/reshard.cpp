@@ -45,7 +45,7 @@ ReshardOptions options_of(const ReshardCommand& o, int world, int threads) {
   return options;
 }
 
-/// The caches of this rank, and what moves between them.
+/// The caches of this rank, and the move between them.
 struct Move {
   ReshardOptions options;
   CacheSources sources;
@@ -59,8 +59,8 @@ struct Move {
         to(world, options, options.to, o.to.page, w.seed + 1, w.threads) {}
 };
 
-/// Both caches and the keys that travel between them, which MPI copies once more; lists of rows and
-/// of runs; and, to judge the result, a copy of it and what it has to be.
+/// The memory of both caches and of the keys that travel, which MPI copies once more; of lists of
+/// rows and runs; and, to judge the result, of its copy and the expected one.
 Demand demand_of(const Communicator& world, const ReshardCommand& o,
                  const ReshardOptions& options) {
   constexpr double kLists = 56;  // bytes of a row: where its key is, and a run of that one key
@@ -78,7 +78,7 @@ Demand demand_of(const Communicator& world, const ReshardCommand& o,
   return all;
 }
 
-/// What the ranks found.
+/// The ranks' results.
 struct Findings {
   std::vector<ReshardTraffic> traffic;  // [ranks]
   std::vector<std::size_t> workspace;   // [ranks]
@@ -90,7 +90,7 @@ struct Findings {
       return sum + static_cast<double>(t.received);
     });
   }
-  /// Of the rank that sends or receives most.
+  /// For the rank that sends or receives most.
   double busiest() const {
     double most = 0;
     for (const ReshardTraffic& t : traffic)
@@ -100,7 +100,7 @@ struct Findings {
   double gb_per_s() const { return time.median > 0 ? busiest() / time.median * 1e-6 : 0; }
 };
 
-/// Times the runs; gives for each that of the slowest rank, in milliseconds.
+/// Times the runs; returns for each that of the slowest rank, in milliseconds.
 std::vector<double> time_runs(const Communicator& world, Reshard& reshard, const Move& move,
                               const ReshardCommand& o) {
   const ReshardArgs args{move.from.tensors(), move.to.tensors()};

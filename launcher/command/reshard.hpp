@@ -1,5 +1,5 @@
-// Runs `longspan reshard`: a cache made from a seed moves from one layout to another, is timed, and
-// every byte of the new one is compared with what it has to be.
+// Runs `longspan reshard`: moves a cache made from a seed from one layout to another, times the
+// move, and compares every byte of the new cache with the expected one.
 #pragma once
 
 #include "launcher/options/options.hpp"
@@ -7,8 +7,8 @@
 
 namespace longspan::launcher {
 
-/// Prints the report on rank 0 and returns the exit status. It is collective, and throws a
-/// SharedError (wrong_result) where a byte is not what it has to be.
+/// Prints the report on rank 0 and returns the exit status. Collective; throws a SharedError
+/// (wrong_result) where a byte is wrong.
 int reshard(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

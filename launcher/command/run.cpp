@@ -78,7 +78,7 @@ void write_arrays(const Communicator& world, const Problem& problem, const Answe
   }
 }
 
-/// What will be computed, and what that will take: a line ahead of all that may last.
+/// The problem and its predicted cost: a line before anything that may take long.
 std::string outlook(const Problem& problem, const RunOptions& o,
                     const std::vector<Forecast>& forecasts, const Demand& demand) {
   std::int64_t keys = 0;
@@ -105,7 +105,7 @@ int run(const Communicator& control, const CommandLine& line) {
   together(control, "reading of the inputs", [&] { problem = make_problem(o, line.world); });
   together(control, "opening of the outputs", [&] { outputs.emplace(o, rank); });
 
-  // Where --out /dev/stdout writes to standard output, nothing else goes there.
+  // With --out /dev/stdout, nothing else is printed on standard output.
   std::FILE* const table = outputs->take_standard_output() ? stderr : stdout;
 
   const Communicator world = world_for(control, line.world);

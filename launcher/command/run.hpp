@@ -1,4 +1,4 @@
-// Runs `longspan run`: one problem is computed, timed, checked and written.
+// Runs `longspan run`: computes, times, checks and writes one problem.
 #pragma once
 
 #include "launcher/options/options.hpp"
@@ -6,7 +6,7 @@
 
 namespace longspan::launcher {
 
-/// Runs the problem and returns the exit status. It is collective.
+/// Runs the problem and returns the exit status. Collective.
 int run(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -18,7 +18,7 @@
 namespace longspan::launcher {
 namespace {
 
-/// Names what a serving batch adds, as far as it is there.
+/// Names the parts that a serving batch adds, where it has them.
 std::string features(const Problem& p) {
   std::string text;
   if (p.cache) text += fmt::format(" page {}{}", p.cache.page, p.cache.x_packed ? " x-packed" : "");
@@ -49,7 +49,7 @@ std::string describe(const Problem& p) {
          features(p);
 }
 
-/// What is known of a family after its problems have run.
+/// The results of a family after its problems have run.
 struct Verdict {
   int problems = 0, failed = 0;
   double fp32 = 0;   // largest relative error by norm of fp32 problems
@@ -75,7 +75,7 @@ struct Verdict {
   }
 };
 
-/// Computes the digest that one rank alone gives.
+/// Computes the digest of one rank alone.
 std::uint64_t digest_alone(Device device, Problem problem) {
   const Communicator alone = self(device);
   problem.queries.reset();
@@ -84,8 +84,8 @@ std::uint64_t digest_alone(Device device, Problem problem) {
   return digest(alone, problem, trial.answer());
 }
 
-/// Gives the exchange that was asked for, as far as the problem can have it: sharded queries are
-/// merged by their own rank alone, so their states are always gathered.
+/// The exchange that was asked for, as far as the problem can have it: a rank merges sharded
+/// queries itself, so their states are always gathered.
 Exchange exchange_for(const Problem& problem, Exchange asked) {
   return problem.queries && asked != Exchange::gather ? Exchange::automatic : asked;
 }

@@ -6,7 +6,7 @@
 
 namespace longspan::launcher {
 
-/// Runs the families and returns the exit status. It is collective.
+/// Runs the families and returns the exit status. Collective.
 int verify(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -27,7 +27,7 @@ template <class... Args>
   throw InputError(fmt::format("{}: {}", path, fmt::format(format, std::forward<Args>(args)...)));
 }
 
-/// Gives the text after `'key':` in a header such as {'descr': '<f4', 'fortran_order': False, ...}.
+/// The text after `'key':` in a header such as {'descr': '<f4', 'fortran_order': False, ...}.
 std::string_view value_of(std::string_view header, std::string_view key, const std::string& path) {
   const std::size_t at = header.find(fmt::format("'{}'", key));
   const std::size_t colon = at == header.npos ? at : header.find(':', at);
@@ -58,7 +58,7 @@ std::vector<std::int64_t> read_shape(std::string_view text, const std::string& p
   return shape;
 }
 
-/// Accepts a header that says False; refuses True, and all else that stands there.
+/// Accepts False in a header; refuses True, and anything else.
 void refuse_fortran_order(std::string_view text, const std::string& path) {
   const std::string_view word = text.substr(0, text.find_first_of(" ,}\n"));
   if (word == "True") refuse(path, "is in Fortran order; save it with numpy.ascontiguousarray");
@@ -93,8 +93,8 @@ DType read_dtype(std::string_view text, const std::string& asked, const std::str
   return found;
 }
 
-/// Opens a regular file for reading, and nothing else: a pipe would be waited for, and cannot be
-/// read from the middle.
+/// Opens a regular file for reading, and nothing else: a pipe would block, and cannot be read from
+/// the middle.
 int open_file(const std::string& path, std::size_t& bytes) {
   const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (descriptor < 0) refuse(path, "cannot be opened: {}", std::strerror(errno));

@@ -1,5 +1,5 @@
 // Reads and writes NumPy's .npy files. A rank reads only the rows of its own shard, by read calls
-// and not through a memory map, in which a file that somebody truncates would kill the process.
+// and not by a memory map: with that, a truncated file would kill the process.
 // Formats 1 to 3 are read; numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 #pragma once
 
@@ -14,12 +14,11 @@
 
 namespace longspan::launcher {
 
-/// An array in a file, dense and row-major. Throws InputError, which names the file, for anything
-/// else.
+/// An array in a file, dense and row-major. Throws InputError, which names the file, for any other.
 class NpyFile {
  public:
   /// `dtype` is "fp32", "fp16" or "bf16" if the file must hold that, or empty. bf16 has no name in
-  /// NumPy: it is stored as two bytes without meaning, 'V2', and must be asked for.
+  /// NumPy: it is stored as two bytes of type 'V2', and must be asked for.
   NpyFile(const std::string& path, const std::string& dtype);
 
   const std::string& path() const { return path_; }

@@ -26,8 +26,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The name of an unfinished file, where a signal handler finds it, which may neither allocate nor
-/// lock.
+/// The name of an unfinished file, for a signal handler, which may neither allocate nor lock.
 struct Unfinished {
   std::atomic<bool> used{false}, ready{false};
   std::array<char, PATH_MAX> path{};
@@ -52,7 +51,7 @@ void forget(const std::string& path) {
   }
 }
 
-/// Gives where the links of `path` end: a file, or a name that nothing has yet. Empty where they do
+/// The end of the links of `path`: a file, or a name that does not exist yet. Empty where links do
 /// not end.
 fs::path without_links(fs::path path) {
   constexpr int kMostLinks = 40;
@@ -71,12 +70,12 @@ fs::path without_links(fs::path path) {
   return {};
 }
 
-/// Gives the path that a name stands for.
+/// The path behind a name.
 std::string place_of(const std::string& name) {
   return name == kStandardOutput ? "/proc/self/fd/1" : name;
 }
 
-/// Gives the descriptor of this process that a path such as /proc/self/fd/1 names.
+/// The descriptor of this process that a path such as /proc/self/fd/1 names.
 std::optional<int> own_descriptor(const fs::path& path) {
   std::error_code error;
   if (path.parent_path() != fs::canonical("/proc/self/fd", error)) return std::nullopt;
@@ -177,7 +176,7 @@ void OutputFile::look_at_target() {
   if (::access(target_.c_str(), W_OK) != 0) fail_with_errno();
 }
 
-/// Opens a stream. A pipe can be opened when somebody reads it, who may come a little later.
+/// Opens a stream. A pipe can be opened once it has a reader, which may come a little later.
 void OutputFile::open_stream() {
   using std::chrono::milliseconds;
   if (stream_ >= 0) {
@@ -214,7 +213,7 @@ void OutputFile::open() {
   if (descriptor_ < 0) fail_with_errno();
 }
 
-/// Gives up what was not committed.
+/// Drops what was not committed.
 void OutputFile::close() {
   const int error = errno;
   if (descriptor_ >= 0) ::close(std::exchange(descriptor_, -1));
@@ -245,8 +244,8 @@ void OutputFile::commit() {
   if (descriptor_ < 0) open();  // nothing was written, so the file is empty
   bool done = true;
   if (exists_) {
-    // The owner comes first, as a change of it may take bits of the mode away. Only root can give a
-    // file to somebody else; for others the mode is what counts.
+    // The owner comes first, since a change of it may clear bits of the mode. Only root can give a
+    // file to another user; for others the mode is what counts.
     if (::fchown(descriptor_, owner_, group_) != 0) errno = 0;
     done = ::fchmod(descriptor_, mode_) == 0;
   }

@@ -1,7 +1,7 @@
-// Writes a file that appears whole or not at all: it is written where it has no name (or, on file
-// systems that want one, under another name beside the target), and given its name at the end.
-// Links are followed, and a file that was there keeps its mode and its owner. Devices, pipes and
-// /dev/stdout, also named -, are written as such, from the first byte on.
+// Writes a file that appears whole or not at all: it has no name while it is written (or, on file
+// systems that need one, another name beside the target), and gets its name at the end. Links are
+// followed, and an existing file keeps its mode and its owner. Devices, pipes and /dev/stdout, also
+// named -, are written directly, from the first byte on.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace longspan::launcher {
 /// The name of standard output; ./- is a file of this name.
 constexpr const char* kStandardOutput = "-";
 
-/// Names what stands behind a path, with links followed: equal texts mean one file. Empty where
-/// that is nothing, or a character device, which several may write to.
+/// Identifies the file behind a path, with links followed: equal texts mean one file. Empty where
+/// there is none, or a character device, which several may write to.
 std::string identity(const std::string& name);
 
 /// A file that an option names.
@@ -25,15 +25,15 @@ struct NamedFile {
   bool is_output = true;
 };
 
-/// Refuses names that stand for one file, of which one is an output. Two outputs in one file would
-/// leave one of them, and an output in the place of an input would destroy what it was made from.
-/// Inputs come first. Throws UsageError.
+/// Refuses names of one file, of which one is an output. Two outputs in one file would leave only
+/// one, and an output over an input would destroy its source. Inputs come first. Throws
+/// UsageError.
 void refuse_equal_files(std::span<const NamedFile> files);
 
 class OutputFile {
  public:
   /// Throws InputError when `path` cannot be written; creates nothing that lasts. With `unnamed`
-  /// the file has no name while it is written, where the file system can do that.
+  /// the file has no name while it is written, where the file system supports that.
   explicit OutputFile(std::string path, bool unnamed = true);
   ~OutputFile();
   OutputFile(OutputFile&& other) noexcept;
@@ -43,7 +43,7 @@ class OutputFile {
   bool is_standard_output() const { return stream_ == 1; }
 
   void write(const void* data, std::size_t bytes);
-  /// Gives what was written its name.
+  /// Gives the file its name.
   void commit();
 
  private:
@@ -65,7 +65,7 @@ class OutputFile {
   int descriptor_ = -1;
 };
 
-/// Removes what is being written under temporary names. It does only what a signal handler may do.
+/// Removes unfinished files with temporary names. It does only what a signal handler may do.
 void remove_unfinished() noexcept;
 
 }  // namespace longspan::launcher

@@ -15,8 +15,8 @@
 namespace longspan::launcher {
 namespace {
 
-/// What can be read on one line. Messages hold what was typed: a name with a line break in it, with
-/// characters that command a terminal, or of a hundred thousand letters.
+/// One readable line. Messages contain the user's text: a name with a line break, with characters
+/// that command a terminal, or of a hundred thousand letters.
 std::string printable(std::string_view text) {
   constexpr std::size_t kFirst = 1500, kLast = 400;
   std::string line(text);
@@ -34,8 +34,8 @@ std::string printable(std::string_view text) {
 void settle_streams() {
   for (int number : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(number, F_GETFD) >= 0) continue;
-    // The lowest free number is this one. Standard output is opened for reading: what is written
-    // there must fail, as it does where it is closed.
+    // The lowest free number is this one. Standard output is opened for reading: a write there must
+    // fail, as it does where it is closed.
     (void)!::open("/dev/null", number == STDERR_FILENO ? O_WRONLY : O_RDONLY);
   }
   std::signal(SIGPIPE, SIG_IGN);
@@ -54,9 +54,9 @@ void complain(std::string_view text) noexcept {
   try {
     one_line = printable(text);
     text = one_line;
-  } catch (...) {  // no memory: it is said as it is
+  } catch (...) {  // no memory: printed unchanged
   }
-  // One call writes the line and its end: ranks share the stream, and what another rank says must
+  // One call writes the line and its end: ranks share the stream, and another rank's output must
   // not come between the two.
   char end = '\n';
   const iovec parts[] = {{const_cast<char*>(text.data()), text.size()}, {&end, 1}};

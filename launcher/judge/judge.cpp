@@ -22,14 +22,14 @@ constexpr double kNormBound = 2e-6;
 constexpr double kFp8LseBound = 0x1p-8;
 constexpr double kScoreUnit = 0x1p-23, kFp8ScoreUnit = 0x1p-13;  // units of rounding_of
 
-/// |a - b|, where two NaNs or two equal infinities agree and one alone is infinitely wrong.
+/// |a - b|, where two NaNs or two equal infinities agree, and only one is an infinite error.
 double distance(double a, double b) {
   if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
   const double d = std::abs(a - b);
   return std::isnan(d) ? std::numeric_limits<double>::infinity() : d;
 }
 
-/// What one rank found. Errors are kept, because the bound is known only when all have finished.
+/// The findings of one rank. Errors are kept, since the bound is known only when all have finished.
 struct Findings {
   std::vector<Farthest> errors;  // of elements of out, with the bounds of their rows
   double error2 = 0, exact2 = 0, bound2 = 0, exact_max = 0, plain = 0, lse = 0;
@@ -67,7 +67,7 @@ RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::
   return matrix;
 }
 
-/// What the oracle says of one row and head, and how far from it an answer may be.
+/// The oracle's result for one row and head, and how far from it an answer may be.
 struct Expected {
   Exact exact;
   Eigen::VectorXf plain;
@@ -102,7 +102,7 @@ Expected expect(const Problem& problem, std::int64_t at, int b, std::int64_t t, 
   return {std::move(exact), std::move(plain), std::move(rounding)};
 }
 
-/// Compares row i and one head of an answer with what is expected there.
+/// Compares row i and one head of an answer with the expected result.
 Findings compare(const Problem& problem, const Answer& answer, std::size_t i, int head,
                  const Expected& expected) {
   const auto& [exact, plain, rounding] = expected;
@@ -145,7 +145,7 @@ std::vector<Findings> examine(const Communicator& world, const Problem& problem,
   const auto key_start = problem.key_start();
   const int group = o.heads / o.kv_heads;
 
-  // A stretch of pairs has one kv head and one sequence, so its keys are read once.
+  // A stretch of pairs has one kv head and one sequence, so that its keys are read once.
   struct Stretch {
     int kv_head, sequence;
     std::int64_t begin, end;
@@ -195,7 +195,7 @@ std::vector<Findings> examine(const Communicator& world, const Problem& problem,
   return found;
 }
 
-/// Judges by what all ranks found. It is collective.
+/// Judges by the findings of all ranks. Collective.
 Judgement conclude(const Communicator& world, const Problem& problem, const Findings& mine,
                    std::int64_t rows) {
   using nlohmann::json;
@@ -275,7 +275,7 @@ std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count
       {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)}};
   constexpr std::uint32_t kStream = 0xffffffff;  // apart from every tensor's
   for (std::uint32_t i = 0; static_cast<std::int64_t>(rows.size()) < count; ++i) {
-    // There are even strata, with one draw in each; full ones are filled from the front.
+    // Even strata, with one draw in each; full strata are filled from the front.
     std::int64_t row = 0;
     if (i < count) {
       const std::int64_t low = tokens * i / count, high = tokens * (i + 1) / count;

@@ -1,5 +1,5 @@
-// Judges how good an answer is: sampled rows against the float64 oracle. The ranks share the work
-// by (kv head, row), and every rank gets the same judgement. An error is right up to the largest of
+// Judges an answer: sampled rows against the float64 oracle. The ranks share the work by (kv head,
+// row), and every rank gets the same judgement. An error is right up to the largest of
 //
 //     any dtype   what rounding in fp32 may do to this row with these scores (rounding.hpp): it is
 //                 large only where large scores, of which none has all the weight, amplify it
@@ -25,7 +25,7 @@
 
 namespace longspan::launcher {
 
-/// The error that is farthest beyond its bound, or nearest to it: the largest error / bound.
+/// The error with the largest error / bound.
 struct Farthest {
   double error = 0, bound = 0;
   void add(const Farthest& other);
@@ -50,16 +50,16 @@ struct Judgement {
 std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
                                       std::uint64_t seed);
 
-/// How many kv heads a rank judges side by side: as many as 1 GiB holds of keys and values in
+/// How many kv heads a rank judges side by side: as many as fit in 1 GiB of keys and values in
 /// float64, and at least one.
 int heads_at_once(const Options& options, double kv_len);
 
-/// Judges an answer. It is collective.
+/// Judges an answer. Collective.
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
                 const std::vector<std::int64_t>& rows);
 
-/// Judges several answers to one problem, of which gather_rows has these rows: the oracle is asked
-/// once. It is collective.
+/// Judges several answers to one problem, whose rows of gather_rows are these: the oracle is asked
+/// once. Collective.
 std::vector<Judgement> judge_gathered(const Communicator& world, const Problem& problem,
                                       const std::vector<Answer>& answers,
                                       const std::vector<std::int64_t>& rows);
@@ -67,7 +67,7 @@ std::vector<Judgement> judge_gathered(const Communicator& world, const Problem& 
 /// The worse of two judgements of other rows.
 Judgement worse(const Judgement& a, const Judgement& b);
 
-/// Says in figures what is wrong.
+/// The errors in figures.
 std::string complaint(const Judgement& judgement);
 
 }  // namespace longspan::launcher

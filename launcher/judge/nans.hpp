@@ -1,7 +1,6 @@
-// Makes all NaN one before bits are compared, where GPUs are simulated. A GPU's arithmetic gives
-// one NaN wherever the result is NaN. That of x86 hands on the sign and the payload of an operand,
-// of the one that the compiler happens to name first, so ranks that did the same have other bits
-// there.
+// Makes all NaN the same before bits are compared, where GPUs are simulated. A GPU's arithmetic has
+// one NaN for every result. That of x86 passes on the sign and the payload of the operand that the
+// compiler names first, so ranks that did the same would have other bits.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +21,7 @@ void unite_nans(std::vector<std::byte>& elements, Word infinity) {
   }
 }
 
-/// Makes all NaN one. It does nothing in a build for real GPUs, where every bit is compared.
+/// Makes all NaN the same. Does nothing in a build for real GPUs, where every bit is compared.
 inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
                        [[maybe_unused]] DType dtype) {
 #if defined(LONGSPAN_SIMULATED)

@@ -1,5 +1,5 @@
 // The oracle: attention of one query row in float64, with the softmax materialised. It is naive on
-// purpose, and calls no code of the library: which keys a row sees is written here once more.
+// purpose, and calls no code of the library: the rule of visible keys is written here once more.
 //
 //     s_j = score(q . k_j) + bias_j for visible j,  p = exp(s - max s),  out = sum p_j v_j / sum p
 #pragma once
@@ -24,8 +24,8 @@ using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::Ro
 ///     0 <= j < kv_len,   causal: j <= position,   window w > 0: position - j < w,
 ///     right r >= 0, not causal: j - position <= r,   and of the query's document.
 ///
-/// Document d of `documents`, where there are some, has the positions from documents[d] up to
-/// documents[d + 1]. A position outside of all sees nothing.
+/// Document d of `documents`, if given, has the positions from documents[d] up to documents[d + 1].
+/// A position outside of all sees nothing.
 inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t kv_len,
                           std::span<const std::int64_t> documents = {}) {
   Interval seen{0, kv_len};
@@ -44,7 +44,7 @@ inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t 
   return {position, position};
 }
 
-/// What ALiBi's slope multiplies, for the query at position i and the key at position j:
+/// The factor of ALiBi's slope, for the query at position i and the key at position j:
 ///
 ///     context: j - context_len,   query: -|i - j|,   sqrt: -sqrt(i - j), and 0 for keys behind i.
 inline double alibi_term(Alibi alibi, std::int64_t i, std::int64_t j, std::int64_t context_len) {

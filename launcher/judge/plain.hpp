@@ -1,6 +1,6 @@
-// Attends as frameworks do on one device, as a yardstick, so that our error is measured against
-// what a user has today. Scores and sums are fp32; the probabilities are rounded to the dtype
-// before they meet the values, and the result once more.
+// Attends as frameworks do on one device, as a yardstick, so that our error is compared with what
+// users have today. Scores and sums are fp32; the probabilities are rounded to the dtype before the
+// product with the values, and the result once more.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Keeps what a run measured, as one record: the table, the JSON and the exit status come from it.
+// Keeps the measurements of a run, as one record, for the table, the JSON and the exit status.
 #pragma once
 
 #include <cstdint>
@@ -31,12 +31,12 @@ nlohmann::ordered_json to_json(const Judgement& judgement);
 /// Where the constants come from.
 nlohmann::ordered_json to_json(const Machine& machine);
 
-/// Make texts for tables: "2.00 GiB", and milliseconds with the digits that matter.
+/// Texts for tables: "2.00 GiB", and milliseconds with the significant digits.
 std::string size_text(std::size_t bytes);
 std::string ms_text(double ms);
 
 struct Report {
-  // These say what ran.
+  // What ran.
   std::string strategy, backend, world;
   std::string exchange_by;  // how states travel, with the reason where it is not by peer buffers
   int ranks = 1;
@@ -52,10 +52,10 @@ struct Report {
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
-  std::size_t peer_bytes = 0;         // besides, of memory that peers write
+  std::size_t peer_bytes = 0;         // in addition, memory that peers write
   Machine machine;                    // by whose constants the strategy was chosen
 
-  // These say how fast it was.
+  // Its speed.
   std::vector<double> times;  // ms; for each run that of the slowest rank
   Spread time;                // ms
   double tflops = 0;
@@ -63,27 +63,27 @@ struct Report {
   double exchange_ms = 0;  // of the rank that waited least for late ones; median of the runs
   double busbw = 0;        // GB/s that a rank receives while it exchanges
 
-  // These say how good it was.
+  // Its errors.
   std::optional<Judgement> judgement;
   std::optional<std::uint64_t> digest;
 };
 
-/// Describes what runs. It is collective.
+/// Describes the run. Collective.
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
                 const Attention& layer);
 
-/// Adds how fast it was. It is collective.
+/// Adds its speed. Collective.
 void measure(const Communicator& world, const Problem& problem, const std::vector<Sample>& samples,
              Report& report);
 
-/// The line that says which longspan this is, on what device, among which ranks.
+/// The line with the version, the device and the ranks.
 std::string title(const Communicator& world);
-/// The line that says where the constants come from.
+/// The line with the source of the constants.
 std::string constants_line(const Machine& machine);
-/// A record as it is written. Bytes of names and variables that are not UTF-8, which JSON must be,
+/// A record in its written form. Bytes of names and variables that are not UTF-8, as JSON must be,
 /// become U+FFFD.
 std::string json_text(const nlohmann::ordered_json& record);
-/// A time with a unit that suits it.
+/// A time with a suitable unit.
 std::string time_text(double seconds);
 
 /// Write the other lines that begin with '#', and the row.

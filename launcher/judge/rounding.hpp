@@ -1,11 +1,11 @@
-// Bounds how far fp32 arithmetic may take one query row from the exact result, from the data of
-// this row (u = 2^-24; first order; docs/reference/command.md tells it in words). A score is a sum
-// of dim products. Rounded as it grows, in any order of typical partial sums, it is off by about
+// Bounds how far fp32 arithmetic may move one query row from the exact result, by the data of this
+// row (u = 2^-24; first order; docs/reference/command.md has it in words). A score is a sum of dim
+// products. Rounded as it grows, in any order of typical partial sums, it is off by about
 //
 //     r_j = u sqrt(dim / 2) hypot(x_j, n_j)     x_j = scale q.k_j, n_j = |scale| |q o k_j|
 //
-// and what follows (softcap, bias, the conversion to base 2) rounds numbers of the size of the
-// score once more each: a_j = hypot(r_j, u f_j, u t_j, u b_j) for the final score f = t + b. Since
+// and later steps (softcap, bias, the conversion to base 2) each round numbers of the size of the
+// score once more: a_j = hypot(r_j, u f_j, u t_j, u b_j) for the final score f = t + b. Since
 //
 //     d out / d f_j = p_j (v_j - out)           d lse / d f_j = p_j
 //
@@ -23,8 +23,8 @@
 
 namespace longspan::launcher {
 
-/// The bounds of the error: twice what the terms above come to, which for the random part is 3.5
-/// standard deviations of numbers that are rounded to nearest.
+/// The bounds of the error: twice the terms above, which for the random part is 3.5 standard
+/// deviations of numbers that are rounded to nearest.
 struct Rounding {
   Eigen::VectorXd out;  // [dim]
   double lse = 0;

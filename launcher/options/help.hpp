@@ -1,4 +1,4 @@
-// Lays out the command's help in two columns, with no line longer than a terminal of 80 columns.
+// Lays out the command's help in two columns, within the 80 columns of a terminal.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -8,7 +8,7 @@ namespace longspan::launcher {
 
 class Help : public CLI::Formatter {
  public:
-  /// Leaves out the older names that an option also has.
+  /// Leaves out older names of options.
   std::string make_option_name(const CLI::Option* option, bool positional) const override;
   std::string make_option(const CLI::Option* option, bool positional) const override;
   std::string make_subcommand(const CLI::App* command) const override;

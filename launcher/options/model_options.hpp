@@ -19,8 +19,8 @@ namespace longspan::launcher {
 struct ShapeOptions {
   int heads = 8;
   int kv_heads = 0;   // 0: heads
-  int dim = 0;        // 0: 128 on GPUs, 64 on processors
-  std::string dtype;  // empty: bf16 on GPUs, fp32 on processors
+  int dim = 0;        // 0: 128 on GPUs, 64 on CPUs
+  std::string dtype;  // empty: bf16 on GPUs, fp32 on CPUs
 };
 
 struct CalibrateOptions {
@@ -54,11 +54,11 @@ struct ScaleOptions {
   Layout layout = Layout::zigzag;
   std::int64_t block = kSegment;
   int ranks_per_node = 0;               // 0: those that share a machine
-  std::vector<std::string> strategies;  // empty: every one that serves
+  std::vector<std::string> strategies;  // empty: every supported one
   std::vector<int> ranks;               // empty: 1, 2, 4 ... and all
   int iterations = 5;
   int warmup = 1;
-  bool graph = false;  // what is timed is captured and replayed
+  bool graph = false;  // the timed runs are captured and replayed
   std::int64_t check = 4;
   std::string json, csv;
 };

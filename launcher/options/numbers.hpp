@@ -1,5 +1,5 @@
-// Reads what an option may be given, strictly: the whole text, in decimal, and nothing that is not
-// a number. CLI11 alone takes nan and inf for numbers, 010 for 8, and -1 for the largest seed.
+// Reads the values of options strictly: the whole text, in decimal, and only numbers. CLI11 alone
+// accepts nan and inf as numbers, 010 as 8, and -1 as the largest seed.
 #pragma once
 
 #include <fmt/format.h>
@@ -19,23 +19,23 @@ namespace longspan::launcher {
 constexpr std::int64_t kMostRows = std::numeric_limits<std::int32_t>::max();  // and keys
 constexpr int kMostHeads = 65536;
 
-/// Says what --dim takes.
+/// The values of --dim.
 inline std::string dim_text() {
   return fmt::format("Dimension of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
 }
 
-/// Says what --shard takes.
+/// The values of --shard.
 inline std::string shard_text() {
   return "How the ranks share the keys: contiguous, zigzag, striped, interleaved[:block]";
 }
 
-/// Quotes what was given, short enough for one line.
+/// Quotes a value, short enough for one line.
 inline std::string in_quotes(const std::string& text) {
   constexpr std::size_t kMost = 60;
   return text.size() <= kMost ? '"' + text + '"' : '"' + text.substr(0, kMost) + "...\"";
 }
 
-/// Reads the whole of `text` as a number; returns false where it is none, or none that a T can
+/// Reads the whole of `text` as a number; returns false where it is not one, or not one that T can
 /// hold.
 template <class T>
 bool read_number(std::string_view text, T& value) {
@@ -44,7 +44,7 @@ bool read_number(std::string_view text, T& value) {
   return error == std::errc() && stop == end;
 }
 
-/// Takes a whole number. It is handed on without leading zeros, which CLI11 takes for base 8.
+/// Takes a whole number, and drops leading zeros, which CLI11 reads as base 8.
 template <class T>
 CLI::Validator whole(T least, T most) {
   return CLI::Validator(
@@ -70,8 +70,7 @@ inline CLI::Validator finite(double least, double most) {
       "");
 }
 
-/// Takes what an fp32 can hold: not so large that it becomes infinite, nor so small that it becomes
-/// 0.
+/// Takes a number for fp32: not so large that it becomes infinite, nor so small that it becomes 0.
 inline CLI::Validator single_precision(bool positive) {
   return CLI::Validator(
       [=](std::string& text) -> std::string {
@@ -83,8 +82,8 @@ inline CLI::Validator single_precision(bool positive) {
       "");
 }
 
-/// Takes the name of a file. An empty one comes from a shell variable that is not set, and one that
-/// begins as options do is the next option, where a name was forgotten.
+/// Takes the name of a file. An empty one comes from a shell variable that is not set. One that
+/// begins like an option is the next option, where a name was forgotten.
 inline CLI::Validator file_name() {
   return CLI::Validator(
       [](std::string& text) -> std::string {
@@ -96,7 +95,7 @@ inline CLI::Validator file_name() {
       "");
 }
 
-/// The option of what strategies of two levels take for a node.
+/// The option for the ranks of a node, for strategies of two levels.
 inline void add_ranks_per_node(CLI::App& app, int& ranks, const std::string& group) {
   app.add_option("--ranks-per-node", ranks,
                  "Ranks of a node, for strategies of two levels [the ranks of a machine]")
@@ -104,7 +103,7 @@ inline void add_ranks_per_node(CLI::App& app, int& ranks, const std::string& gro
       ->group(group);
 }
 
-/// Options of what is timed: how many runs, and how many ahead of them, from `least_warmup` on.
+/// Options of timed runs: their number, and that of the runs before them, from `least_warmup` on.
 template <class AnyOptions>
 void add_run_counts(CLI::App& app, AnyOptions& o, int least_warmup, const std::string& group) {
   app.add_option("--iterations", o.iterations, "Timed runs")

@@ -74,8 +74,8 @@ constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 2 longspan bench decode --kv 8192 16384 --batch 2
       two lengths, two sequences)";
 
-/// Takes what --backend may be. Only those who work on longspan itself run the command on simulated
-/// GPUs, so the help does not name them.
+/// Takes the values of --backend. Only developers of longspan run the command on simulated GPUs, so
+/// the help does not list them.
 CLI::Validator backend_name() {
   return CLI::Validator(
       [](std::string& text) -> std::string {
@@ -318,7 +318,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
       ->group(measure);
 }
 
-/// Makes the help show what to type and what holds otherwise, not CLI11's types and relations.
+/// Makes the help show what to type and the defaults, not CLI11's types and relations.
 void simplify_help(CLI::App& app) {
   for (CLI::Option* option : app.get_options()) {
     const std::string type = option->get_type_name();

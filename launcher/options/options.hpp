@@ -1,5 +1,5 @@
 // The command line as data. Parsing prints nothing and does not exit: under mpirun every rank
-// parses, and what to say (once) is decided when the ranks know each other.
+// parses, and the output (printed once) is decided when the ranks know each other.
 #pragma once
 
 #include <chrono>
@@ -41,10 +41,10 @@ struct RunOptions {
   int kv_heads = 0;  // 0: heads
   int dim = 64;
   int value_dim = 0;      // 0: dim
-  std::string dtype;      // empty: what the files hold; fp32 without files
+  std::string dtype;      // empty: that of the files; fp32 without files
   std::string qkv_dtype;  // the fp8 type of stored q, k and v, with scales of 1; empty: dtype
 
-  // These describe the attention.
+  // The attention.
   Mask mask;
   std::optional<float> scale;
   float softcap = 0;
@@ -52,7 +52,7 @@ struct RunOptions {
   bool fp8_products = false;
   bool bf16_products = false;
 
-  // These say how it is spread.
+  // Its distribution.
   std::string shard = "contiguous";  // as given
   Layout layout = Layout::contiguous;
   std::int64_t block = kSegment;
@@ -62,7 +62,7 @@ struct RunOptions {
   int ranks_per_node = 0;  // 0: those that share a machine
   bool explain = false;    // print why
 
-  // These are for measuring and checking.
+  // Measuring and checking.
   int iterations = 5;
   int warmup = 1;
   std::int64_t check = 16;    // rows that are compared with float64; -1: all
@@ -76,11 +76,10 @@ struct VerifyOptions {
   enum class Size { quick, standard, full } size = Size::standard;
 };
 
-/// The options of `longspan bench decode`. Some sizes are smaller on processors unless they are
-/// given.
+/// The options of `longspan bench decode`. Some defaults are smaller on CPUs.
 struct DecodeOptions {
   std::vector<std::int64_t> kv;  // keys of each sequence before the first step, with a row of the
-                                 // table for each; empty: 131072 on GPUs, 16384 on processors
+                                 // table for each; empty: 131072 on GPUs, 16384 on CPUs
   bool weak = false;             // kv is for each rank
   int batch = 1;
   int tokens = 1;  // new tokens of each sequence in a step
@@ -90,18 +89,18 @@ struct DecodeOptions {
   std::string dtype = "bf16";
   std::string kv_dtype;   // empty: dtype
   int page = 0;           // keys in a page; 0: no pages
-  int layers = 0;         // 0: 32 on GPUs, 4 on processors
-  double memory_gib = 0;  // for the caches of a GPU, or of the host; 0: by what is free
+  int layers = 0;         // 0: 32 on GPUs, 4 on CPUs
+  double memory_gib = 0;  // for the caches of a GPU, or of the host; 0: by the free memory
 
   std::string shard = "interleaved";
   Layout layout = Layout::interleaved;
   std::int64_t block = kSegment;
   bool invariant = false;
 
-  int iterations = 0;     // timed steps; 0: 30 on GPUs, 5 on processors
+  int iterations = 0;     // timed steps; 0: 30 on GPUs, 5 on CPUs
   int warmup = 3;         // steps before them
   int check = 4;          // samples that are compared with float64
-  bool no_alone = false;  // else rank 0 does the whole problem alone, too
+  bool no_alone = false;  // otherwise rank 0 also does the whole problem alone
   std::string json;
 };
 
@@ -120,8 +119,8 @@ struct CommandLine {
     list_strategies
   } action = Action::say;
   std::string command;  // its name; empty: none
-  std::string text;     // say: help or the version
-  std::string error;    // say: what is wrong with the command line; exit status usage
+  std::string text;     // print: help or the version
+  std::string error;    // print: the error in the command line; exit status usage
   NamedValues given;    // every option of the command as text: ranks must agree on them
 
   WorldOptions world;

@@ -1,5 +1,5 @@
-// Reads how keys are shared among ranks, as options say it: a layout's name, and for interleaved
-// ones perhaps the keys of a block behind a colon.
+// Reads how keys are shared among ranks, in the form of options: a layout's name, and for
+// interleaved ones optionally a colon and the keys of a block.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace longspan::launcher {
 
-/// Returns false where `text` is none of `allowed`, or has a block of less than 1 or more than
+/// Returns false where `text` is not one of `allowed`, or has a block of less than 1 or more than
 /// 2^31 - 1 keys.
 bool read_shard(const std::string& text, std::initializer_list<Layout> allowed, Layout& layout,
                 std::int64_t& block);

@@ -34,14 +34,14 @@ std::size_t edits(const std::string& a, const std::string& b) {
 }  // namespace
 
 std::string nearest(const std::string& word, const std::vector<std::string>& candidates) {
-  constexpr std::size_t kLongest = 64;  // no name is longer, and the table stays small
+  constexpr std::size_t kLongest = 64;  // no name is longer, so the table stays small
   if (word.empty() || word.size() > kLongest) return {};
   const std::size_t letters = word.size() - std::min(word.find_first_not_of('-'), word.size());
   std::vector<std::string> longer;
   for (const std::string& candidate : candidates)
     if (candidate.starts_with(word)) longer.push_back(candidate);
   if (letters >= 3 && longer.size() == 1) return longer.front();
-  // A third of the letters may be wrong, and one of a short word.
+  // A third of the letters may be wrong, or one in a short word.
   std::size_t least = std::max<std::size_t>(1, letters / 3) + 1;
   std::string best;
   for (const std::string& candidate : candidates) {

@@ -1,4 +1,4 @@
-// Finds the word that a misspelt one was probably meant to be.
+// Finds the probable word for a misspelt one.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -7,7 +7,7 @@
 
 namespace longspan::launcher {
 
-/// The only candidate that begins with `word`, or else the one that takes fewest edits (a letter
+/// The only candidate that begins with `word`, or else the one with the fewest edits (a letter
 /// more, less or other, two letters exchanged). Empty where none is near.
 std::string nearest(const std::string& word, const std::vector<std::string>& candidates);
 
@@ -17,7 +17,7 @@ std::string suggestion(const std::string& word, const std::vector<std::string>& 
 /// The names of the strategies, behind `others`.
 std::vector<std::string> strategy_names(std::vector<std::string> others = {});
 
-/// Takes one of `words`. The message of a refusal lists them.
+/// Takes one of `words`. A refusal lists them.
 CLI::Validator one_of(std::vector<std::string> words);
 
 }  // namespace longspan::launcher

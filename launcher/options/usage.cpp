@@ -26,7 +26,7 @@ std::string path_of(const CLI::App& command) {
   return before + (before.empty() ? "" : " ") + command.get_name();
 }
 
-/// All commands below `app`, those that only hold others left out.
+/// All commands below `app`, without those that only hold others.
 std::vector<const CLI::App*> commands_of(const CLI::App& app) {
   std::vector<const CLI::App*> all;
   const auto every = [](const CLI::App*) { return true; };
@@ -61,7 +61,7 @@ bool looks_like_option(const std::string& argument) {
 std::string unknown_command(const CLI::App& app, const CLI::App& parent, const std::string& word) {
   Words names;
   for (const CLI::App* command : commands_of(parent)) names.push_back(path_of(*command));
-  // What is typed at the top may lack the first word of two.
+  // At the top level, users may leave out the first word of two.
   for (const CLI::App* command : commands_of(app))
     if (command->get_name() == word && path_of(*command) != word)
       return fmt::format("there is no command {}; did you mean {}?", in_quotes(word),
@@ -89,10 +89,10 @@ std::string unknown_option(const CLI::App& app, const CLI::App& command, const s
                      others.size() == 1 ? "has" : "have");
 }
 
-/// A word that stands behind no option which could take it.
+/// A word without an option before it that could take it.
 std::string unexpected_value(const CLI::App& command, const std::string& value, int argc,
                              char** argv) {
-  const CLI::Option* option = nullptr;  // the last one ahead of the value
+  const CLI::Option* option = nullptr;  // the last one before the value
   for (int i = 1; i < argc && argv[i] != value; ++i)
     if (looks_like_option(argv[i])) option = command.get_option_no_throw(option_in(argv[i]));
   std::string text = fmt::format("{} stands behind no option that takes it", in_quotes(value));
@@ -121,7 +121,7 @@ std::string missing_command(const CLI::App& app, int argc, char** argv) {
                      fmt::join(names, ", "));
 }
 
-/// Two options of which one rules the other out, or one that another one needs.
+/// Two options that exclude each other, or one that another needs.
 std::string unfitting_options(const CLI::App& command, const std::string& otherwise) {
   for (const CLI::Option* option : command.get_options()) {
     if (option->count() == 0) continue;

@@ -1,5 +1,4 @@
-// Says what is wrong with a command line: which word, of which command, and what was probably
-// meant.
+// Explains an error in a command line: which word, of which command, and what was probably meant.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -38,8 +38,8 @@ class Bench {
 
   bool gpu() const { return gpu_; }
 
-  /// The most that a measurement's median came to over its least time: 1 where nothing else has the
-  /// machine.
+  /// The largest ratio of a measurement's median to its least time: 1 on a machine without other
+  /// work.
   double spread() const { return spread_; }
 
   RunOptions options(std::int64_t tokens, std::int64_t kv, const char* strategy) const {
@@ -57,13 +57,13 @@ class Bench {
   Seconds on(const Communicator& ranks, const RunOptions& o) const {
     return measure(ranks, o, line_.world);
   }
-  /// The same where all that travels does so by collectives.
+  /// The same with all transfers by collectives.
   Seconds by_collectives(const Communicator& ranks, const RunOptions& o) const {
     WorldOptions world = line_.world;
     world.exchange = Exchange::gather;
     return measure(ranks, o, world);
   }
-  /// What the model counts for the same.
+  /// The model's counts for the same.
   RunCost cost_by_collectives(int ranks, const RunOptions& o) const {
     WorldOptions world = line_.world;
     world.exchange = Exchange::gather;
@@ -118,7 +118,7 @@ std::vector<int> nodes_of(const Communicator& world) {
   return nodes;
 }
 
-/// What a rank does by itself.
+/// The constants of a rank by itself.
 void measure_attention(const Bench& bench, Machine& m) {
   const std::int64_t rows = bench.gpu() ? 16384 : 2048, keys = bench.gpu() ? 131072 : 32768;
   const RunOptions o = bench.options(1, keys, "auto");
@@ -149,9 +149,8 @@ Link measure_link(const Bench& bench, const Communicator& ranks, Machine& m) {
   return link;
 }
 
-/// The packing of rows: what an exchange that has much of it takes beyond its transfers. It is that
-/// of gather-kv on GPUs, which put in order what collectives bring, and of heads on processors,
-/// which do not.
+/// The packing of rows: the time of an exchange with much of it beyond its transfers. Measured with
+/// gather-kv on GPUs, which orders what collectives bring, and with heads on CPUs, which do not.
 void measure_copies(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
   const int n = ranks.size();
   RunOptions o =
@@ -164,8 +163,8 @@ void measure_copies(const Bench& bench, const Communicator& ranks, const Link& l
   m.copy_bytes_per_s = bytes / std::max(copying, bytes / (4 * m.key_bytes_per_s));
 }
 
-/// A small transfer through buffers that GPUs write for each other: what a ring of few keys takes
-/// beyond its calls. (That of few states from the kernel that makes them takes less.)
+/// A small transfer through buffers that GPUs write for each other: the time of a ring of few keys
+/// beyond its calls. (A transfer of few states from the kernel that makes them takes less.)
 void measure_peers(const Bench& bench, const Communicator& ranks, Machine& m) {
   const int n = ranks.size();
   const std::int64_t keys = std::int64_t{256} * n;
@@ -175,8 +174,8 @@ void measure_peers(const Bench& bench, const Communicator& ranks, Machine& m) {
   m.peer_latency_s = std::max(1e-7, waits / (n - 1));
 }
 
-/// How much of a transfer hides: what a ring takes less than its attention and its transfers one
-/// after the other.
+/// How much of a transfer hides: how much less a ring takes than its attention and its transfers
+/// one after the other.
 void measure_overlap(const Bench& bench, const Communicator& ranks, const Link& link, Machine& m) {
   const std::int64_t keys = bench.gpu() ? 32768 : 2048;
   RunOptions o = bench.options(keys, keys, "ring-kv");
@@ -207,7 +206,7 @@ Machine measure(const Communicator& world, const Bench& bench) {
   }
   if (far) {
     const Link whole = measure_link(bench, world, m);
-    // Of what a rank hears, a part comes from its own node, at the rate that was measured there.
+    // A part of what a rank receives comes from its own node, at the rate measured there.
     const double near = static_cast<double>(inside.size() - 1) / (world.size() - 1);
     const double rest = 1 / whole.bytes_per_s - near / m.link_bytes_per_s;
     m.node_latency_s = whole.latency;
@@ -230,7 +229,7 @@ std::string remarks(const Communicator& world, const CommandLine& line) {
   return text;
 }
 
-/// A larger spread comes of other work, or of more ranks than cores.
+/// A larger spread comes from other work, or from more ranks than cores.
 constexpr double kLargestSpread = 2;
 
 /// When it was measured, and how evenly.
@@ -252,7 +251,7 @@ int calibrate(const Communicator& control, const CommandLine& line) {
       if (path.empty())
         throw UsageError(
             "neither LONGSPAN_MACHINE nor XDG_CONFIG_HOME nor HOME is set; name a file with --out");
-      std::error_code none;  // the file says what is wrong
+      std::error_code none;  // the file has the error
       std::filesystem::create_directories(std::filesystem::path(path).parent_path(), none);
     }
     file.emplace(path);
@@ -261,7 +260,7 @@ int calibrate(const Communicator& control, const CommandLine& line) {
   const Bench bench(world, line);
   together(world, "measurement", [&] { machine = measure(world, bench); });
   machine.measured = measured_now(bench.spread());
-  // Rank 0's figures are everybody's: they are the slowest rank's.
+  // Rank 0's figures are the same on all ranks: the slowest rank's.
   const std::string text = remarks(world, line) + to_text(machine);
   together(world, "writing of the outputs", [&] {
     if (!file) return;

@@ -7,7 +7,7 @@
 
 namespace longspan::launcher {
 
-/// Measures for some ten seconds and returns the exit status. It is collective.
+/// Measures for some ten seconds and returns the exit status. Collective.
 int calibrate(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -1,4 +1,4 @@
-// Prints what the strategies are predicted to take, and why one was chosen.
+// Prints the predicted times of the strategies, and why one was chosen.
 #pragma once
 
 #include <span>

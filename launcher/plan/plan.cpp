@@ -21,7 +21,7 @@
 namespace longspan::launcher {
 namespace {
 
-/// A cluster, and what it is asked for.
+/// A cluster, and its task.
 class Cluster {
  public:
   Cluster(const PlanOptions& o, const Machine& machine)
@@ -35,7 +35,7 @@ class Cluster {
                 .keys = {o.layout, o.block},
                 .ranks_per_node = per_node_};
     const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.kv;
-    // Few rows are everybody's, as in decode; many are shared.
+    // All ranks have few rows, as in decode; many rows are shared.
     if (ranks_ > 1 && tokens >= 64 * std::int64_t{ranks_}) options_.queries = options_.keys;
     options_.limits = {.max_tokens = options_.queries ? (tokens + ranks_ - 1) / ranks_ : tokens,
                        .max_kv_len = o.kv,
@@ -63,7 +63,7 @@ class Cluster {
            rows * options_.heads * (2 * element * options_.head_dim + 4);
   }
 
-  /// Seconds of all the work, shared evenly and without anything that travels.
+  /// Seconds of all the work, shared evenly and without transfers.
   double ideal() const {
     Options alone = options_;
     alone.queries.reset();

@@ -1,5 +1,5 @@
-// Runs `longspan plan`: what every strategy, and every strategy between nodes with heads shared
-// inside of them, is predicted to take on a cluster. Nothing runs but the model of forecast().
+// Runs `longspan plan`: predicts the time on a cluster of every strategy, also between nodes with
+// heads shared inside them. Only the model of forecast() runs.
 #pragma once
 
 #include "launcher/options/options.hpp"
@@ -7,7 +7,7 @@
 
 namespace longspan::launcher {
 
-/// Prints the plan on rank 0 and returns the exit status. It is collective.
+/// Prints the plan on rank 0 and returns the exit status. Collective.
 int plan(const Communicator& control, const CommandLine& line);
 
 }  // namespace longspan::launcher

@@ -67,7 +67,7 @@ std::int64_t DecodeShape::capacity(int ranks) const {
 Options DecodeShape::fitted() const {
   Options fitted = options;
   fitted.keys = {layout, block};
-  fitted.mask.causal = tokens > 1;  // as one new token sees all keys anyway
+  fitted.mask.causal = tokens > 1;  // since one new token sees all keys anyway
   fitted.limits.max_tokens = rows();
   fitted.limits.max_batch = batch;
   fitted.limits.max_query_len = tokens;

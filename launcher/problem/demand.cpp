@@ -47,8 +47,8 @@ std::optional<double> number_in(const fs::path& path) {
   return std::nullopt;
 }
 
-/// The bytes that a control group and those above it leave. Pages of files that are only cached can
-/// be taken.
+/// The bytes that a control group and those above it leave. Pages that only cache files can be
+/// reclaimed.
 double left_of_groups(const fs::path& root, const std::string& group, const char* limit,
                       const char* used, const char* cached) {
   double left = kUnlimited;
@@ -82,8 +82,8 @@ double left_of_limit() {
   return left;
 }
 
-/// The most that this process may still take under ulimit -v. Of the addresses that it has
-/// reserved, only those that hold something count, since the others can be had.
+/// The most that this process may still allocate under ulimit -v. Of its reserved addresses, only
+/// those with contents count, since the others can be had.
 double left_of_process() {
   rlimit limit{};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kUnlimited;
@@ -208,7 +208,7 @@ void require_memory(const Communicator& world, const Demand& demand) {
   const double own = total(demand.host), limit = left_of_process();
   const double on_gpu = total(demand.device);
   const double gpu_free = gpu ? static_cast<double>(free_memory(Device::cuda)) : kUnlimited;
-  std::string failure;  // what this rank alone knows
+  std::string failure;  // known only by this rank
   if (on_gpu > gpu_free)
     failure = fmt::format("this takes {} of the GPU's memory ({}), and {} are free",
                           size_of_it(on_gpu), mostly(demand.device), size_of_it(gpu_free));

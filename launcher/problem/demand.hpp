@@ -1,6 +1,5 @@
-// Compares what a run takes of the memory with what there is, before any of it is taken: a system
-// that runs out of memory kills processes without a word. Sums are doubles, which no size
-// overflows.
+// Compares the memory of a run with the available memory, before any is allocated: a system that
+// runs out of memory kills processes without a message. Sums are doubles, which no size overflows.
 #pragma once
 
 #include <string>
@@ -29,13 +28,13 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
 Demand demand_of(const Communicator& world, const DecodeShape& shape);
 
 /// Throws a SharedError (usage) with the figures where the ranks of a node take more than it has,
-/// or one rank more than it may have. It is collective.
+/// or one rank more than it may have. Collective.
 void require_memory(const Communicator& world, const Demand& demand);
 
-/// Does the same for the lists of a batch, which are made before anything else.
+/// The same for the lists of a batch, which are made before anything else.
 void require_memory_for_batch(std::int64_t sequences);
 
-/// The bytes that processes of this node can take: what the system calls available, or what is left
+/// The bytes that processes of this node can allocate: the system's available memory, or the rest
 /// of the limit of this process's control group, whichever is less. Infinite where neither is
 /// known.
 double available_memory();

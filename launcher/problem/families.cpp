@@ -28,7 +28,7 @@ T pick(Random& random, std::initializer_list<T> values) {
 
 struct Shape {
   DType dtype = fp32;
-  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 stands for dim
+  int heads = 4, kv_heads = 2, dim = 64, value_dim = 0;  // value_dim 0 means dim
   LengthList q_lens{9}, kv_lens{1300};
 };
 
@@ -59,7 +59,7 @@ std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
   return values;
 }
 
-/// Gives the source with NaN in the rows that `spoiled` picks.
+/// The source with NaN in the rows that `spoiled` picks.
 Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
   const auto read = source.read;
   const std::size_t size = size_of(source.dtype);
@@ -168,7 +168,7 @@ Family masks(const Sweep& sweep) {
         family.problems.push_back(std::move(p));
       }
     }
-    // There are more rows than keys: the first rows stand before the sequence.
+    // More rows than keys: the first rows are before the sequence.
     Problem p = make(sweep, {.dtype = dtype, .q_lens = {90}, .kv_lens = {50}}, 301);
     p.options.mask.causal = true;
     family.problems.push_back(std::move(p));
@@ -326,7 +326,7 @@ Family everything(const Sweep& sweep) {
   return family;
 }
 
-/// Draws sequences as a server has them: decode, drafts, a chunk of prefill, an idle one.
+/// Draws sequences as in a server: decode, drafts, a chunk of prefill, an idle one.
 Shape serving_shape(DType dtype) {
   Shape shape;
   shape.dtype = dtype;
@@ -362,7 +362,7 @@ std::vector<float> draw(std::uint64_t seed, std::uint32_t tensor, std::int64_t c
   return values;
 }
 
-/// Takes slopes as published; those of `sequences` differ from one to the next.
+/// Takes the published slopes; those of `sequences` differ from one to the next.
 void take_slopes(Problem& p, Alibi alibi, int sequences = 1) {
   p.options.score.alibi = alibi;
   for (int i = 0; i < sequences * p.options.heads; ++i)
@@ -370,7 +370,7 @@ void take_slopes(Problem& p, Alibi alibi, int sequences = 1) {
         std::exp2(-8.0f * static_cast<float>(i + 1) / static_cast<float>(p.options.heads)));
 }
 
-/// Makes a tree of drafts: each hangs on an earlier one, and sees nothing of other branches.
+/// Makes a tree of drafts: each follows an earlier one, and does not see other branches.
 void take_drafts(Problem& p, std::uint64_t seed) {
   p.qq_width = *std::max_element(p.q_lens.begin(), p.q_lens.end());
   p.qq_bias = draw(seed, 5, p.qq_width * p.qq_width);
@@ -382,7 +382,7 @@ void take_drafts(Problem& p, std::uint64_t seed) {
   }
 }
 
-/// Makes q, k and v fp8, or those of them that are asked for.
+/// Makes q, k and v fp8, or some of them.
 void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool per_head,
               std::uint64_t seed) {
   const int count = per_head ? p.options.kv_heads : 1;
@@ -455,7 +455,7 @@ Family fp8(const Sweep& sweep) {
   return family;
 }
 
-/// Draws a sharded paged cache at random, with everything that can be asked of it.
+/// Draws a sharded paged cache at random, with all options.
 Family serving(const Sweep& sweep) {
   Family family;
   Random random(sweep.seed + 14);

@@ -1,4 +1,4 @@
-// Lists what `longspan verify` tries: each family varies one part of the contract in all its ways.
+// Lists the problems of `longspan verify`: each family varies one part of the contract.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace longspan::launcher {
 
 struct Family {
   std::vector<Problem> problems;
-  bool same_bits = false;  // the digest must be what one rank alone gives
+  bool same_bits = false;  // the digest must be that of one rank alone
   std::string why_empty;   // why there is no problem, where there is none
 };
 

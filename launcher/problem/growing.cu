@@ -1,4 +1,4 @@
-// Grows lengths, and fills caches, on the GPU (growing.hpp says how).
+// Grows lengths, and fills caches, on the GPU (see growing.hpp).
 #include "launcher/problem/growing.hpp"
 
 #include <algorithm>

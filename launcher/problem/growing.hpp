@@ -1,6 +1,6 @@
-// A cache that grows: its lengths, which a step makes longer, and its rows, which are filled from a
-// block of random ones. Both are work of the device, queued on a stream, so that a captured graph
-// grows by itself and caches of many GB are filled at the speed of memory.
+// A cache that grows: its lengths, which a step increases, and its rows, which are filled from a
+// block of random ones. The device does both, queued on a stream. So a captured graph grows by
+// itself, and caches of many GB are filled at the speed of memory.
 #pragma once
 
 #include <cstddef>
@@ -25,9 +25,8 @@ struct Lengths {
   }
 };
 
-/// Tells which row of a block of `rows` stands at a position. From one pass over the block to the
-/// next the rows shift by `twist`: with other twists for keys and values a pair does not come
-/// again.
+/// Maps a position to a row of a block of `rows`. From one pass over the block to the next the rows
+/// shift by `twist`: with different twists for keys and values a pair does not repeat.
 struct Pattern {
   std::int64_t rows = 1;
   std::int64_t first = 0;  // tells caches apart
@@ -40,24 +39,24 @@ struct Pattern {
 };
 
 /// Fills the keys or the values of a cache: `kv_len` of each sequence from the pattern, and NaN
-/// (all bits set) in the room behind them.
+/// (all bits set) in the room after them.
 struct Filling {
   const std::byte* block = nullptr;  // [pattern.rows, row_bytes]
   Pattern pattern;
   std::int64_t row_bytes = 8;  // a multiple of 8
   std::byte* cache = nullptr;  // [batch, capacity, row_bytes], or pages
   int batch = 1;
-  std::int64_t capacity = 0;            // local keys of a sequence that there is room for
+  std::int64_t capacity = 0;            // room for local keys of a sequence
   const std::int32_t* table = nullptr;  // [batch, capacity / page]; null: no pages
   int page = 1;                         // divides capacity
   Shard shard;
   std::int64_t kv_len = 0;
 
-  /// The row where local key i of sequence b lies, with slot = b capacity + i.
+  /// The row of local key i of sequence b, with slot = b capacity + i.
   LONGSPAN_HD std::int64_t target(std::int64_t slot) const {
     return table == nullptr ? slot : std::int64_t{table[slot / page]} * page + slot % page;
   }
-  /// The row of the block that belongs there; -1 where none does.
+  /// The row of the block for that place; -1 for none.
   LONGSPAN_HD std::int64_t source(std::int64_t slot) const {
     const std::int64_t i = slot % capacity;
     if (i >= shard.local_len(kv_len)) return -1;
@@ -65,7 +64,7 @@ struct Filling {
   }
 };
 
-/// Grow and fill. Everything a struct points to lies on the device. `threads` are the host's.
+/// Grow and fill. All pointers of a struct are to device memory. `threads` are the host's.
 void grow(Device device, const Lengths& lengths, Stream stream);
 void fill(Device device, const Filling& filling, int threads, Stream stream);
 

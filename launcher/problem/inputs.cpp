@@ -77,7 +77,8 @@ void parallel_for(std::int64_t count, int threads, const std::function<void(std:
   int started = 1;
   try {
     for (; started < threads; ++started) others.emplace_back(work, started);
-  } catch (const std::system_error&) {  // without memory or right to more threads, this one does it
+  } catch (const std::system_error&) {  // without memory or permission for more threads, this one
+                                        // does it
   }
   work(0);
   for (int t = started; t < threads; ++t) work(t);

@@ -1,5 +1,5 @@
 // Finds the rows of a tensor in a file, or makes them from a seed. Any rank can read any part of a
-// tensor, so it reads its own shard to compute and whatever rows it checks, and nothing travels.
+// tensor: it reads its own shard to compute and any rows that it checks, without messages.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ struct Source {
 Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int64_t rows,
                  int heads, int dim);
 
-/// Gives the source as fp8 stores it: x / scale, rounded. `scale` is [1], or one for each of so
-/// many equal groups of its heads.
+/// The source in fp8: x / scale, rounded. `scale` is [1], or one for each of that many equal groups
+/// of heads.
 Source quantised(Source source, DType to, const std::vector<float>& scale);
 
 /// Reads the tensor in a file; throws InputError where it is not [rows, heads, dim].

@@ -63,7 +63,7 @@ void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
   problem.v = generated(seed, 2, dtype, keys, kv_heads, o.value_dim > 0 ? o.value_dim : o.dim);
 }
 
-/// Gives the slopes as published for a power of two of heads (Press et al., arXiv 2108.12409).
+/// The published slopes for a power of two of heads (Press et al., arXiv 2108.12409).
 std::vector<float> published_slopes(int heads) {
   std::vector<float> slopes;
   slopes.reserve(static_cast<std::size_t>(heads));
@@ -81,7 +81,7 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   file.read(0, problem.sinks.size() * sizeof(float), problem.sinks.data());
 }
 
-/// Stores the inputs as fp8 holds them, which is what the oracle sees too.
+/// Rounds the inputs to fp8, also for the oracle.
 void store_as(Problem& problem, DType dtype) {
   for (Source* source : {&problem.q, &problem.k, &problem.v})
     *source = quantised(*source, dtype, {1.0f});

@@ -16,7 +16,7 @@ Buffer on_device(Device device, const std::vector<T>& values) {
   return buffer;
 }
 
-/// Views all of a buffer as an array of T; gives no array where it is empty.
+/// Views all of a buffer as an array of T; no array where it is empty.
 template <class T>
 Tensor array(const Buffer& buffer, Device device) {
   if (buffer.bytes() == 0) return {};

@@ -162,7 +162,7 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
   const Device device = world.device();
   const auto own_rows = static_cast<std::int64_t>(rows_.size());
 
-  // These are the lengths and shards, as the device reads them.
+  // The lengths and shards in the form that the device reads.
   const bool one = problem.batch() == 1;
   shard_ = problem.keys.on(world.rank(), world.size(), problem.kv_lens[0]);
   if (shard_.layout == Layout::ranges) key_table_ = on_device(device, problem.keys.ranges);
@@ -185,7 +185,7 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
     for (const std::int64_t length : problem.kv_lens)
       columns_ = std::max(columns_, (shard_.local_len(length) + page - 1) / page);
     columns_ += 1;  // for a column that no row needs
-    // Pages have an order that no layout has: every third comes first, then the others.
+    // Pages have an order unlike any layout's: every third comes first, then the others.
     pages_ = columns_ * problem.batch() + 2;
     std::vector<std::int32_t> order(pages_);
     for (std::int64_t first = 0, i = 0; first < 3; ++first)

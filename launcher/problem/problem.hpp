@@ -13,7 +13,7 @@
 
 namespace longspan::launcher {
 
-/// Tells how a sequence is cut, seen from any rank.
+/// How a sequence is cut, seen from any rank.
 struct Cut {
   Layout layout = Layout::contiguous;
   std::int64_t block = kSegment;                  // for interleaved
@@ -25,7 +25,7 @@ struct Cut {
   Shard on(int rank, int ranks, std::int64_t length) const;
 };
 
-/// Tells how the keys lie in memory; without pages they lie one after the other.
+/// The layout of keys in memory; without pages they follow each other.
 struct CacheLayout {
   int page = 0;           // keys in a page; 0: no pages
   bool x_packed = false;  // as in attention.hpp
@@ -34,7 +34,7 @@ struct CacheLayout {
 };
 
 struct Problem {
-  Options options;  // limits are taken from the lengths, keys and queries from the cuts
+  Options options;  // limits come from the lengths, keys and queries from the cuts
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
   Source q;                                         // [sum of q_lens, heads, head_dim]
   Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
@@ -49,17 +49,17 @@ struct Problem {
   CacheLayout cache;
   Cut keys;
   std::optional<Cut> queries;  // where queries are sharded
-  std::int64_t capacity = 0;   // > 0: k and v lie in [batch, capacity], NaN behind each sequence
+  std::int64_t capacity = 0;   // > 0: k and v are [batch, capacity], NaN after each sequence
 
   int batch() const { return static_cast<int>(q_lens.size()); }
   bool slopes_of_sequences() const {
     return slopes.size() > static_cast<std::size_t>(options.heads);
   }
   RunSize run_size(int ranks) const;
-  /// Says whether every rank's keys are sent from where they lie (Limits::dense_keys): those of one
-  /// sequence, without pages or room behind it, with lengths that the host knows on a GPU as well.
+  /// Whether every rank's keys are sent in place (Limits::dense_keys): those of one sequence,
+  /// without pages or room after it, with lengths that the host knows on a GPU as well.
   bool keys_lie_dense() const;
-  /// Gives the options of a layer that runs this on so many ranks.
+  /// The options of a layer that runs this on that many ranks.
   Options layer_options(int ranks) const;
   std::int64_t tokens() const;
   /// The first row of each sequence and, last, their sum.
@@ -72,11 +72,10 @@ struct Problem {
     return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
   }
   Interval visible(int b, std::int64_t position) const;
-  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty where there
-  /// are none.
+  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
-  /// The number of (row, key) pairs that the mask lets through, each with 2 heads (head_dim +
-  /// value_dim) operations of floating point.
+  /// The number of (row, key) pairs that the mask allows, each with 2 heads (head_dim + value_dim)
+  /// floating- point operations.
   double visible_pairs() const;
 };
 
@@ -87,7 +86,7 @@ struct Answer {
   std::vector<float> lse;          // [rows, heads]
 };
 
-/// A problem that is ready to run. Making it is collective.
+/// A problem that is ready to run. Its constructor is collective.
 class Trial {
  public:
   Trial(const Communicator& world, const Problem& problem)
@@ -101,8 +100,8 @@ class Trial {
   void queue(Stream stream) { layer_->run(args_, stream); }
   /// Makes the outputs NaN again.
   void poison();
-  /// Makes the layer anew with another strategy; the arrays stay, and outputs are NaN again. It is
-  /// collective. Where the strategy refuses (Unsupported) there is no layer until the next call.
+  /// Makes the layer anew with another strategy; the arrays stay, and outputs are NaN again.
+  /// Collective. Where the strategy refuses (Unsupported) there is no layer until the next call.
   void take_strategy(const std::string& name);
   Attention& layer() { return *layer_; }
   Answer answer() const;
@@ -126,13 +125,12 @@ class Trial {
   AttentionArgs args_;
 };
 
-/// Gathers the given rows (of the whole q, ascending) on every rank, whichever has them. It is
-/// collective.
+/// Gathers the given rows (of the whole q, ascending) on every rank, from any rank. Collective.
 Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
                    const std::vector<std::int64_t>& rows);
 
-/// Gives 64 bits that stand for every bit of the whole output, however it is spread over ranks. It
-/// is collective, and throws a SharedError (wrong_result) where ranks hold different copies.
+/// A digest of 64 bits of every bit of the whole output, independent of how it is spread over
+/// ranks. Collective; throws a SharedError (wrong_result) where ranks hold different copies.
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer);
 
 }  // namespace longspan::launcher

@@ -1,7 +1,6 @@
 // The generator of inputs, for the command, benchmarks and tests. Element i of a tensor is a
-// function of the seed, the tensor's number and i alone (Philox4x32-10, a counter-based generator),
-// so data is the same for every number of ranks and on every machine, and nobody has to keep a
-// copy.
+// function of only the seed, the tensor's number and i (Philox4x32-10, a counter-based generator).
+// So data is the same for every number of ranks and on every machine, and no copy has to be kept.
 #pragma once
 
 #include <Random123/philox.h>

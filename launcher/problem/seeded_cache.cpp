@@ -23,7 +23,7 @@ double cache_row_bytes(const ReshardOptions& o) {
 
 namespace {
 
-/// What a rank of those that hold a cache has of a sequence.
+/// The part of a sequence on one of the ranks that hold a cache.
 Shard shard_of(const ReshardOptions& o, const CacheRanks& ranks, int rank, std::size_t sequence) {
   return ranks.rule.resolve(o.lengths[sequence], rank - ranks.first_rank, ranks.ranks);
 }

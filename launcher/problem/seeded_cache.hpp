@@ -1,5 +1,5 @@
-// One rank's part of a cache whose keys and values are made from a seed, so that any rank can say
-// what any byte has to be.
+// One rank's part of a cache whose keys and values are made from a seed, so that any rank can
+// compute the expected value of any byte.
 #pragma once
 
 #include <cstddef>
@@ -19,27 +19,26 @@ struct CacheSources {
 };
 CacheSources sources_of(const ReshardOptions& options, std::uint64_t seed);
 
-/// The rows that rank `rank` has memory for. Whoever makes a cache asks first whether there is as
-/// much.
+/// The rows that rank `rank` allocates. Check first that there is as much memory.
 std::int64_t cache_rows(const ReshardOptions& options, const CacheRanks& ranks, int page, int rank);
 /// Bytes of a row, of keys and values.
 double cache_row_bytes(const ReshardOptions& options);
 
 class SeededCache {
  public:
-  /// The part of this rank: none where it is not of `ranks`, whose number is given. With `page` 0
-  /// keys lie sequence after sequence, else in pages of so many keys, in an order drawn from the
-  /// seed. `threads` fill it.
+  /// The part of this rank: none where it is not one of `ranks`, whose number is given. With `page`
+  /// 0 keys follow each other, sequence after sequence; otherwise they are in pages of `page` keys,
+  /// in an order drawn from the seed. `threads` fill it.
   SeededCache(const Communicator& world, const ReshardOptions& options, const CacheRanks& ranks,
               int page, std::uint64_t seed, int threads);
 
-  /// Takes the memory, and writes the keys, or sets all bits.
+  /// Allocates the memory, and writes the keys, or sets all bits.
   void fill(const CacheSources& sources);
   void poison();
   CacheTensors tensors() const;
 
-  /// Rows of keys and of values that are not what they have to be, or that no key goes to and that
-  /// were written after poison().
+  /// Rows of keys and of values that are wrong, or that no key goes to and that were written after
+  /// poison().
   std::int64_t wrong_rows(const CacheSources& sources) const;
 
  private:
@@ -49,7 +48,7 @@ class SeededCache {
 
   std::int64_t columns() const;
 
-  /// Writes the rows of a source to where they belong.
+  /// Writes the rows of a source to their places.
   void write(const Source& source, std::byte* to) const;
   std::int64_t wrong_rows(const Source& source, const Buffer& memory) const;
 

@@ -1,4 +1,4 @@
-// Fills in what the shape of an attention leaves to the device.
+// Fills in the parts of an attention's shape that depend on the device.
 #pragma once
 
 #include "launcher/options/options.hpp"

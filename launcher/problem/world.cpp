@@ -29,16 +29,16 @@ Communicator cuda_world(const Communicator& control, const CommOptions& options)
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work) {
   std::string mine;        // empty, or "<kind> <message>"
-  std::exception_ptr own;  // what may have ended the communicator, so that it can tell no more
+  std::exception_ptr own;  // may have ended the communicator, so that no message can follow
   const auto keep = [&mine](ErrorKind kind, const char* what) {
     mine = fmt::format("{} {}", static_cast<int>(kind), what);
   };
   try {
     work();
   } catch (const RankError&) {
-    throw;  // as the ranks cannot be asked any more
+    throw;  // since the ranks can no longer be asked
   } catch (const SharedError&) {
-    throw;  // as they know it already
+    throw;  // since they know it already
   } catch (const Error& error) {
     own = std::current_exception();
     keep(error.kind(), error.what());

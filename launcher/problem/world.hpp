@@ -11,33 +11,32 @@
 
 namespace longspan::launcher {
 
-/// An error that every rank has, in the same words: rank 0 prints it and all end in good order.
+/// An error that every rank has, with the same text: rank 0 prints it, and all end in the orderly
+/// way.
 struct SharedError : Error {
   using Error::Error;
 };
 
-/// Does `work` on every rank. What goes wrong on one of them (a file that only it cannot read) is
-/// thrown on all, with the rank's name. Errors of the communicator itself pass through. It is
-/// collective.
+/// Does `work` on every rank. An error on one of them (a file that only it cannot read) is thrown
+/// on all, with the rank's name. Errors of the communicator itself pass through. Collective.
 void together(const Communicator& world, const std::string& step,
               const std::function<void()>& work);
 
-/// Rank 0 writes `text` to `to`. Where that fails, as on a full disk, all ranks know. It is
-/// collective.
+/// Rank 0 writes `text` to `to`. Where that fails, as on a full disk, all ranks know. Collective.
 void tell(const Communicator& world, const std::function<std::string()>& text,
           std::FILE* to = stdout);
 
-/// Does `work` on rank 0 while the others wait for it; what goes wrong there is thrown on all. The
-/// work calls pulse() so often that a deadline does not pass between two calls. It is collective.
+/// Does `work` on rank 0 while the others wait; its errors are thrown on all. The work calls
+/// pulse() often enough that a deadline does not pass between two calls. Collective.
 using Pulse = std::function<void()>;
 void on_first_rank(const Communicator& world, const std::string& step,
                    const std::function<void(const Pulse& pulse)>& work);
 
-/// Gives the ranks before anything is known of them, on the host. A bad option must not cost the
-/// start of NCCL.
+/// The ranks before anything is known of them, on the host: a bad option must not cost the start of
+/// NCCL.
 Communicator control_world(const WorldOptions& options);
 
-/// Gives the same ranks on the device that --backend asks for. It is collective.
+/// The same ranks on the device of --backend. Collective.
 Communicator world_for(const Communicator& control, const WorldOptions& options);
 
 }  // namespace longspan::launcher

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ._types import Alibi, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
-ALONE = object()  # as `comm` of attend(), of functions that attend to what they are given and say so
+ALONE = object()  # as `comm`, where a function means one process and needs no warning
 
 Phases = namedtuple("Phases", "attend exchange merge")
 Phases.__doc__ = "Milliseconds of a run on this rank."
@@ -105,23 +105,23 @@ def attend(
 ) -> Any:
     """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
 
-    Names are those of flash-attention where they mean the same. Arrays are of any kind (NumPy,
-    also with the types of ml_dtypes; PyTorch; JAX; CuPy; whatever has __dlpack__), are read where
-    they lie, and what is returned is of the kind of `q`. Small arrays, such as lengths, may be
-    lists on processors. Layers are made for the first call with such options, which is collective,
-    and kept: the calls after it allocate nothing but their results.
+    Names are flash-attention's where the meaning is the same. Arrays are of any kind (NumPy, also
+    with the types of ml_dtypes; PyTorch; JAX; CuPy; any with __dlpack__). They are read in place,
+    and results are of the kind of `q`. Small arrays, such as lengths, may be lists on CPUs. The
+    first call with such options makes a layer, which is collective, and keeps it. Later calls
+    allocate only their results.
 
     Args:
         q: [tokens, heads, head_dim], or [batch, tokens, heads, head_dim]; float32, float16,
             bfloat16 or fp8. Every rank has all of it, unless `queries` is given.
         k: this rank's keys, [keys, kv_heads, head_dim], sequence after sequence; or [batch,
             capacity, kv_heads, head_dim]; or, with a block_table, its pages [pages, page, kv_heads,
-            head_dim]. kv_heads divides heads. Where the sequences of a batch do not lie a whole
-            number of keys apart (as in a transposed [keys, batch, kv_heads, head_dim]), and where
-            rows have gaps, k and v are copied; a cache that k_new is written to never is.
+            head_dim]. kv_heads divides heads. k and v are copied where rows have gaps, or where the
+            sequences of a batch do not lie a whole number of keys apart (as in a transposed [keys,
+            batch, kv_heads, head_dim]). A cache that k_new is written to is never copied.
         v: as k, with value_dim in the last dimension.
-        comm: the ranks; None is this process alone. In one of several ranks of a launcher it warns,
-            once: comm=longspan.alone() says that this is meant.
+        comm: the ranks; None is this process alone. In one of several ranks of a launcher None
+            warns once; comm=longspan.alone() states that it is meant.
         causal: a query sees keys up to its own position; or [batch] flags, one for each sequence,
             bool or integers. Queries are the last tokens of their sequence.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
@@ -134,47 +134,48 @@ def attend(
         cache_seqlens: [batch], keys of each whole sequence, over all ranks; with k_new without the
             new ones, as in flash-attention.
         block_table: [batch, columns], the rank's own pages of each sequence.
-        k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank;
-            they are written to k and v first, where their positions are this rank's.
-        q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x stands for
+        k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank.
+            Those whose positions are this rank's are written to k and v first.
+        q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x means
             x * descale.
         out_scale: [1] float32: out = result / out_scale.
-        documents: [count + 1] starts of documents that are packed in the one sequence: a
-            query sees its own.
+        documents: [count + 1] starts of documents packed in the one sequence: a query sees only its
+            own document.
         qq_bias: [width, width] added to the scores between the new tokens.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
-            parts in rank order: where neither total_keys nor cache_seqlens says how many keys there
-            are, of any lengths, which the ranks are asked for; else those that longspan.shard cuts,
-            at multiples of 128 keys. Only these give the same bits on any number of ranks.
-        queries: how query rows are, likewise; None is that every rank has all. Rows of other
-            strides than a dense q has are copied.
+            parts in rank order. With total_keys or cache_seqlens these are the parts that
+            longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
+            number of ranks. Without either, parts have any lengths, and the ranks are asked for
+            them.
+        queries: how query rows are dealt out, likewise; None is that every rank has all. Rows whose
+            strides are not those of a dense q are copied.
         results: what a rank then gets of the result: "all" of it; its "heads", [heads r / P, heads
             (r + 1) / P) for rank r of P; or rows, by the name of a layout or a Sharding.
         total_keys: keys of the whole sequence (with k_new the new ones too), over all ranks, where
             cache_seqlens is not given. None asks all ranks, which costs a round of messages.
         total_queries: likewise the rows of the whole q, with `queries`.
-        key_table, query_table: tables of the layouts ranges ([batch, ranks + 1], where each rank's
-            part begins; flat of one sequence, as of queries) and listed (the position of each of
-            this rank's own).
+        key_table, query_table: tables of two layouts. ranges: [batch, ranks + 1], where each rank's
+            part begins; flat for one sequence, as for queries. listed: the position of each of this
+            rank's own keys or rows.
         max_seqlen_q, max_seqlen_k: no sequence is longer; on GPUs they save workspace.
         invariant: the same bits for 1, 2, 4 ... 64 ranks also where that is not the fastest.
         exchange: how states travel between GPUs: "auto", "peer-buffers", "peer-buffers-apart", "gather".
         strategy: a name of strategies().
-        ranks_per_node: of strategies of two levels, such as "heads+ring-kv": so many neighbouring
-            ranks are a node; 0 is those that share a machine.
+        ranks_per_node: for strategies of two levels, such as "heads+ring-kv": a node is this many
+            neighbouring ranks; 0: the ranks that share a machine.
         return_lse: return (out, lse).
         out: [tokens, heads, value_dim] or with batch, as q; written in place of a new array.
         lse: [tokens, heads] or [batch, tokens, heads] float32, natural logarithms; likewise.
         stream: on GPUs the stream to queue on; None is the current one of the arrays' library.
 
     Returns:
-        out, or with return_lse (out, lse). A row that sees nothing is 0, its lse -inf. On GPUs the
+        out, or with return_lse (out, lse). A row that sees no key is 0, its lse -inf. On GPUs the
         work is queued; comm.wait(stream) waits and raises what went wrong.
 
     Raises:
         InputError: arrays that do not fit; the message names the argument.
         UsageError: options that make no sense, or that differ between ranks.
-        UnsupportedError: what this build, device or strategy cannot do; a derivative.
+        UnsupportedError: what this build, device or strategy lacks; a derivative.
         RankError: a rank that died or did not come, with .rank and .step.
         TypeError: an argument of the wrong Python type.
 
@@ -208,32 +209,33 @@ def attend(
 class Attention:
     """A layer: options that are fixed once, for many runs.
 
-    Making one is collective, checks that all ranks gave the same options, and allocates the
-    workspace; running it allocates nothing but results, and waits for nothing (on GPUs), so that it
-    can be captured in a CUDA graph with `out` given.
+    Making one is collective: it checks that all ranks gave the same options, and allocates the
+    workspace. Running it allocates only results, and on GPUs waits for nothing. With `out` given it
+    can be captured in a CUDA graph.
 
     Args:
-        comm: the ranks; None is this process alone, on processors.
-        heads, kv_heads, head_dim, value_dim: sizes; kv_heads is heads, value_dim is head_dim, where
-            they are None.
+        comm: the ranks; None is this process alone, on CPUs.
+        heads, kv_heads, head_dim, value_dim: sizes; where None, kv_heads is heads and value_dim is
+            head_dim.
         dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
-            torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as fp8.
+            torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
         causal, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
-            exchange, ranks_per_node: as in attend; but contiguous parts are always those that
-            longspan.shard cuts. Others are ranges, with a key_table and a query_table in each run.
+            exchange, ranks_per_node: as in attend, but contiguous parts are always those that
+            longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
+            run.
         alibi: what slopes multiply: "query", the distance of query and key, or "context", the
             distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
         max_batch: most sequences in one run.
         max_seqlen_k, max_seqlen_q: no sequence has more keys, or queries in one run; 0 is unknown.
-        max_total_keys: the sequences of one run have no more keys together, over all ranks; 0: each may
-            have max_seqlen_k. On GPUs strategies whose keys travel send so many.
-        threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
+        max_total_keys: most keys of the sequences of one run together, over all ranks; 0: each may have
+            max_seqlen_k. On GPUs strategies whose keys travel send this many.
+        threads: on CPUs; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
         check_arrays: on GPUs, check lengths and tables there; wait() raises what was found.
         profile: time the phases of each run.
         tf32: on GPUs, float32 products may be rounded to TF32.
-        fp8_products: on Hopper, long e4m3 queries may be multiplied as they are.
-        bf16_products: on processors, bfloat16 may be multiplied by the processor's own instructions.
+        fp8_products: on Hopper, long e4m3 queries may be multiplied without conversion.
+        bf16_products: on CPUs, bfloat16 may be multiplied by the CPU's own instructions.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -279,7 +281,7 @@ class Attention:
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
                  stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
-        `skip_decode`: sequences of one query are left out, their rows untouched."""
+        `skip_decode`: sequences of one query are skipped, their rows left as they are."""
         of_parts = contradiction(q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens,
                                  cu_seqlens_q=cu_seqlens_q, block_table=block_table, k_new=k_new, v_new=v_new,
                                  total_keys=total_keys, total_queries=total_queries, **self._dealt_out)
@@ -295,14 +297,14 @@ class Attention:
                block_table: Array | None = None, total_keys: int | None = None,
                key_table: Numbers | None = None, k_descale: Numbers | None = None,
                v_descale: Numbers | None = None, stream: Stream | None = None) -> None:
-        """Writes new keys and values into this rank's k and v, where their positions are its own.
+        """Writes the new keys and values whose positions are this rank's to its k and v.
 
         Args:
             k_new, v_new: [tokens, kv_heads, dim] or with batch, on every rank. v_new is None where v
                 is the first columns of k.
             k, v: the cache, as in attend.
             cu_seqlens_q: [batch + 1], where the new tokens of each sequence begin.
-            cache_seqlens: [batch], keys before the new ones; or
+            cache_seqlens: [batch], keys before the new ones, or
             total_keys: keys of the one sequence, the new ones included.
         """
         _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
@@ -313,7 +315,7 @@ class Attention:
                            key_table, k_descale, v_descale, stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Waits until the stream is done, at most for the deadline, and raises what went wrong."""
+        """Waits for the stream, at most until the deadline, and raises what went wrong."""
         self._layer.wait(stream)
 
     def shard(self, length: int) -> "_core.Shard":

@@ -1,4 +1,4 @@
-"""Who computes together."""
+"""Communicators: the ranks that compute together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _asked = False  # whether this process has looked for them
 
 
 def warn_of_others(function: str) -> None:
-    """Warns, at most once, where a call is given no comm in one of several ranks of a launcher."""
+    """Warns, at most once, where a rank of a launcher calls without a comm."""
     global _asked
     if _asked:
         return
@@ -31,22 +31,22 @@ def warn_of_others(function: str) -> None:
 
 
 def forget_warning() -> None:
-    """In the child of a fork, which may be given other variables."""
+    """For the child of a fork, whose environment may differ."""
     global _asked
     _asked = False
 
 
 def alone(device: Device = "cpu", *, gpu: int | None = None) -> Communicator:
-    """One process alone, on its processors or on a GPU.
+    """One process alone, on its CPUs or on a GPU.
 
-    Calls that are given no communicator take this one.
+    Calls without a communicator use this one.
 
     Args:
         device: "cpu" or "cuda".
         gpu: which GPU, as CUDA counts them; None is the current one.
 
     Raises:
-        UsageError: there is no such GPU.
+        UsageError: no such GPU.
         UnsupportedError: "cuda" in a build without CUDA.
 
     >>> import longspan
@@ -66,12 +66,13 @@ def from_environment(device: Device = "cpu", *, gpu: int | None = None,
     Args:
         device: "cpu" or "cuda": where the arrays of calls will lie.
         gpu: this rank's GPU; None is the one of its local rank.
-        deadline: seconds that a rank waits for another at most; None takes LONGSPAN_DEADLINE_S,
-            or else 60.
+        deadline: most seconds that a rank waits for another; None takes LONGSPAN_DEADLINE_S, or
+            else 60.
 
     Raises:
-        UsageError: some of a launcher's variables are set and others are missing (WORLD_SIZE without
-            RANK), or this process was started or forked by a rank of mpirun, whose MPI it cannot have.
+        UsageError: some of a launcher's variables are set and others missing (WORLD_SIZE without
+            RANK); or a rank of mpirun started or forked this process, which cannot use that rank's
+            MPI.
         RankError: a rank did not come.
         UnsupportedError: what the launcher needs is not in this build.
 
@@ -84,14 +85,14 @@ def from_environment(device: Device = "cpu", *, gpu: int | None = None,
 
 def from_mpi4py(comm: Any, device: Device = "cpu", *, gpu: int | None = None,
                 deadline: float | None = None) -> Communicator:
-    """The ranks of a communicator of mpi4py, which stays the caller's. Collective over `comm`.
+    """The ranks of an mpi4py communicator, which stays the caller's. Collective over `comm`.
 
     Args:
         comm: an mpi4py.MPI.Comm, such as MPI.COMM_WORLD.
         device, gpu, deadline: as in from_environment.
 
     Raises:
-        TypeError: `comm` is none.
+        TypeError: `comm` is not one.
         UsageError: mpi4py runs on another MPI library than longspan.
         UnsupportedError: longspan was built without MPI.
     """
@@ -101,15 +102,15 @@ def from_mpi4py(comm: Any, device: Device = "cpu", *, gpu: int | None = None,
 def from_exchange(rank: int, size: int, exchange: Callable[[bytes], Sequence[bytes]],
                   device: Device = "cpu", *, gpu: int | None = None,
                   deadline: float | None = None) -> Communicator:
-    """Ranks that can exchange a few bytes by any way of the caller's: a process group, pipes, files.
+    """Ranks that the caller lets exchange a few bytes: over a process group, pipes, files.
 
-    Needs neither MPI nor a launcher nor a port that is agreed on. On processors states travel over
-    TCP, on GPUs over NCCL. A process may have many of these. Collective.
+    Needs no MPI, no launcher and no agreed port. On CPUs states travel over TCP, on GPUs over NCCL.
+    A process may have many of these. Collective.
 
     Args:
-        rank, size: this rank and how many there are.
+        rank, size: this rank and the number of ranks.
         exchange: given this rank's bytes, returns the list of every rank's, in rank order. It is
-            called twice at most, and not kept; what it raises passes.
+            called at most twice, and not kept; what it raises passes.
         device, gpu, deadline: as in from_environment.
 
     Raises:

@@ -1,5 +1,5 @@
-# The extension module. Its functions take every argument by position; the functions of the package
-# say what they mean.
+# The extension module. Its functions take every argument by position; the package's functions
+# document them.
 from typing import Any, Callable, Sequence
 
 from ._types import Array, Base, Device, DType, Layout, Numbers, OfKind, Stream

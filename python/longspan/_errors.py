@@ -14,14 +14,14 @@ class UsageError(LongspanError, ValueError):
 
 
 class UnsupportedError(LongspanError, NotImplementedError):
-    """Asked for by name, and this build, device or strategy cannot do it."""
+    """Something asked for that this build, device or strategy cannot do."""
 
 
 class RankError(LongspanError, RuntimeError):
     """A rank died, gave up, or did not come within the deadline.
 
-    `rank` is which (None where nobody can tell), `step` is what it missed. The communicator has
-    ended then; the process goes on, and may end as it likes.
+    `rank` is the rank (None where it is unknown), `step` what it missed. The communicator has then
+    ended; the process goes on, and may end in any way.
     """
 
     def __init__(self, message, rank=None, step=""):

@@ -1,5 +1,5 @@
-"""For functions with the names and arguments of other projects: what we do not have is refused by
-name, and errors speak of the arguments as the caller knows them."""
+"""For functions with the names and arguments of other projects: unsupported arguments are refused
+by name, and errors use the caller's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TRANSLATED = (InputError, UsageError, UnsupportedError, TypeError)
 
 
 def refuse(function: str, why: str, **given) -> None:
-    """`given`: by name (what was given, what it is where it is left out)."""
+    """`given`: name=(the value given, its default)."""
     for name, (value, default) in given.items():
         if value is default or (isinstance(value, (bool, int, float, str)) and value == default):
             continue
@@ -28,7 +28,7 @@ def in_their_words(error: Exception, names: dict[str, str]) -> Exception:
 
 
 def required(name: str, array):
-    """A result's place: None would be taken for "make one"."""
+    """The array for a result; elsewhere None means "make one"."""
     if array is None:
         raise TypeError(f"{name} is None; an array is wanted, which is written in place")
     if not hasattr(array, "shape"):
@@ -38,7 +38,7 @@ def required(name: str, array):
 
 
 def check_shape(name: str, array, wanted: tuple, meaning: str):
-    """`wanted` has None where anything goes."""
+    """`wanted` has None where any size is accepted."""
     if array is None:
         raise TypeError(f"{name} is None; an array is wanted")
     shape = getattr(array, "shape", None)
@@ -55,11 +55,11 @@ def check_shape(name: str, array, wanted: tuple, meaning: str):
 
 
 def type_of(array) -> str:
-    """Of the elements: "float32"; of what is no array, the Python type."""
+    """The type of the elements, as "float32"; without elements, the Python type."""
     return str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
 
 
-_known = {}  # by dtype, as its text takes longer than the rest of a call
+_known = {}  # by dtype, since making its text takes longer than the rest of a call
 
 
 def is_fp8(array) -> bool:

@@ -24,22 +24,22 @@ ranks, received from them, and kept, from its old place to the new one."""
 class Reshard:
     """A move of caches of given lengths, for many runs: one for each layer of a model.
 
-    Making one is collective. It checks that all ranks gave the same options, works out who sends
-    which keys to whom, and allocates memory for what this rank sends, receives and keeps; running
-    it allocates nothing and waits for nothing (on GPUs).
+    Making one is collective. It checks that all ranks gave the same options, finds which rank sends
+    which keys to which, and allocates memory for what this rank sends, receives and keeps. Running
+    it allocates nothing, and on GPUs waits for nothing.
 
     Args:
-        comm: the ranks; None is this process alone, on processors.
+        comm: the ranks; None is this process alone, on CPUs.
         lengths: keys of each sequence, on all ranks.
-        kv_heads, head_dim, value_dim: of the cache. value_dim is head_dim where it is None; 0: the
-            values are the first columns of the keys (MLA), and there is no v.
+        kv_heads, head_dim, value_dim: of the cache. value_dim None is head_dim; 0: the values are
+            the first columns of the keys (MLA), and there is no v.
         dtype: of the cache, any float type, by name or of NumPy or torch.
-        keys: how the keys are dealt out now, any layout but listed; to_keys: how they shall be.
+        keys: how the keys are dealt out now, any layout but listed; to_keys: how afterwards.
         ranks: the ranks that hold them now, as range(first, stop); None is all of comm. to_ranks:
-            those that shall, which may be the same ones or others.
-        key_table, to_key_table: of ranges, [batch, ranks + 1] starts, or flat of one sequence, as
-            attend takes them.
-        threads: on processors; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
+            those that hold them afterwards, the same ones or others.
+        key_table, to_key_table: of ranges, [batch, ranks + 1] starts, flat for one sequence, as in
+            attend.
+        threads: on CPUs; 0 is LONGSPAN_THREADS, or this rank's share of the cores.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -76,8 +76,8 @@ class Reshard:
             k, v: what this rank holds now, in any form of a cache: [keys, kv_heads, dim], sequence
                 after sequence; [batch, capacity, kv_heads, dim]; or pages, with block_table. None on
                 a rank that holds no key.
-            to_k, to_v: where its keys shall be, likewise, and of a form of their own. What no key
-                goes to is not written. They may lie in the memory of k and v.
+            to_k, to_v: where this rank's keys go, likewise, in a form of their own. Where no key
+                goes, nothing is written. They may lie in the memory of k and v.
             block_table, to_block_table: [batch, columns], the pages of each sequence.
 
         Raises:
@@ -92,8 +92,8 @@ class Reshard:
         self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Waits until the stream is done, at most for the deadline, and raises what went wrong. None
-        is the stream of the last run."""
+        """Waits for the stream, at most until the deadline, and raises what went wrong. None is the
+        stream of the last run."""
         self._move.wait(stream)
 
     @property
@@ -103,7 +103,7 @@ class Reshard:
 
     @property
     def traffic(self) -> Traffic:
-        """What a run moves."""
+        """The bytes that a run moves."""
         return Traffic(*self._move.traffic())
 
     @property
@@ -120,8 +120,8 @@ def reshard(k: Array | None, v: Array | None, to_k: Array | None, to_v: Array | 
             to_keys: Layout | Sharding = "contiguous", to_ranks: range | None = None,
             to_key_table: Numbers | None = None, to_block_table: Array | None = None,
             stream: Stream | None = None) -> Traffic:
-    """Moves a cache to other ranks, another layout or other pages, each key once: a Reshard that is
-    made, run and waited for. Collective; a rank that holds no key before, or after, gives None.
+    """Moves a cache to other ranks, another layout or other pages, each key once: makes a Reshard,
+    runs it and waits. Collective; a rank without keys before, or after, gives None.
 
     Args:
         k, v, block_table, to_k, to_v, to_block_table: as a call of Reshard.
@@ -129,7 +129,7 @@ def reshard(k: Array | None, v: Array | None, to_k: Array | None, to_v: Array | 
             to_ranks, to_key_table: as Reshard.
 
     Returns:
-        What travelled.
+        The bytes that travelled.
 
     >>> import numpy as np, longspan
     >>> k, v = np.random.default_rng(0).standard_normal((2, 5, 1, 8), dtype=np.float32)

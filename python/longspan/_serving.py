@@ -29,14 +29,14 @@ def _is_half(lse) -> bool:
 
 
 def wide_lse(lse):
-    """An lse of 16 bits as float32, which the merges read; any other as it is."""
+    """An lse of 16 bits as float32, which the merges read; another unchanged."""
     if not _is_half(lse):
         return lse
     return lse.float() if hasattr(lse, "float") else lse.astype("float32")
 
 
 def narrow_lse(name: str, lse):
-    """Where to write an lse: a float32 array for one of 16 bits, to be copied there; any other
+    """Where to write an lse: for one of 16 bits a float32 array, to be copied; otherwise the lse
     itself."""
     if lse is None or not _is_half(lse):
         return lse
@@ -60,10 +60,10 @@ def merge_attn_states(prefix_output: OfKind, prefix_lse: Array, suffix_output: A
         prefix_output, suffix_output: [tokens, heads, value_dim], of any float type.
         prefix_lse, suffix_lse: [heads, tokens] float32. +inf and -inf mean no keys.
         base: of every logarithm, given and returned: "e" or 2. There is no default on purpose.
-        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever that
-            is; their prefix is not read.
+        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever its
+            value; their prefix is not read.
         out_scale: [1] float32: out = result / out_scale. fp8 needs it.
-        prefix_scale, suffix_scale: [1] float32, of fp8 parts: a stored x stands for x * scale.
+        prefix_scale, suffix_scale: [1] float32, of fp8 parts: a stored x means x * scale.
         nan_is_empty: an lse of NaN means no keys; otherwise it stays NaN.
         out: like prefix_output, of any float type; may be prefix_output or suffix_output itself.
         lse: like prefix_lse; may be prefix_lse or suffix_lse itself.
@@ -86,7 +86,7 @@ def merge_attn_states(prefix_output: OfKind, prefix_lse: Array, suffix_output: A
 def merge_state(v_a: OfKind, s_a: Array, v_b: Array, s_b: Array, *, base: Base,
                 nan_is_empty: bool = False, out: Array | None = None, lse: Array | None = None,
                 stream: Stream | None = None) -> tuple[OfKind, OfKind]:
-    """The same as FlashInfer names it: s_a and s_b are [tokens, heads].
+    """The same merge under FlashInfer's name: s_a and s_b are [tokens, heads].
 
     FlashInfer's own logarithms are of base 2.
 
@@ -104,7 +104,7 @@ def merge_states(v: OfKind, s: Array, *, base: Base, out_scale: Numbers | None =
                  part_scales: Numbers | None = None, nan_is_empty: bool = False,
                  out: Array | None = None, lse: Array | None = None,
                  stream: Stream | None = None) -> tuple[OfKind, OfKind]:
-    """The merge of any number of results, as FlashInfer names it.
+    """The merge of any number of results, under FlashInfer's name.
 
     Args:
         v: [tokens, parts, heads, value_dim].
@@ -142,7 +142,7 @@ def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
         scatter_heads: rank r of P gets the heads [r H/P, (r+1) H/P), and no others travel to it;
             otherwise every rank gets the whole result.
         nan_is_empty: an lse of NaN means no keys; otherwise it stays NaN.
-        part_scale: [1] float32, of an fp8 part: a stored x stands for x * scale.
+        part_scale: [1] float32, of an fp8 part: a stored x means x * scale.
         out_scale: [1] float32: out = result / out_scale. fp8 needs it.
         out, lse: as part and part_lse, of the heads that this rank gets; written in place of new
             arrays. Of all heads they may be part and part_lse themselves.
@@ -184,14 +184,14 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         block_table: [batch, columns].
         cache_seqlens: [batch], keys of each sequence, those of q included.
         alibi: what slopes multiply: "context" (the distance to the first query) or "query".
-        segments: hand out the states of so many segments of the keys, for reduce_segments; at most 65536.
+        segments: return the states of this many segments of the keys, for reduce_segments; at most 65536.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
-        skip_decode: sequences of one query are left out, their rows untouched; not with segments.
+        skip_decode: sequences of one query are skipped, their rows left as they are; not with segments.
         others: as attend.
 
     Returns:
         out [tokens, heads, value_dim]; with return_lse (out, lse [tokens, heads]); with `segments`
-        a Segments, in whose segment 0 the sinks are.
+        a Segments, whose segment 0 includes the sinks.
 
     >>> import numpy as np, longspan
     >>> cache = np.random.default_rng(0).standard_normal((2, 10, 16, 2, 64), dtype=np.float32)
@@ -216,8 +216,8 @@ def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: DType 
                     cu_seqlens_q: Numbers | None = None, out_scale: Numbers | None = None,
                     return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
                     stream: Stream | None = None) -> Any:
-    """The states of segmented_attention become results. `dtype` is that of a new `out`; others as
-    there. Segments past the end of a sequence are never read."""
+    """Results from the states of segmented_attention. `dtype` is that of a new `out`; others as in
+    segmented_attention. Segments past the end of a sequence are never read."""
     return _core.reduce_segments(*segments, cache_seqlens, cu_seqlens_q, dtype, out_scale, return_lse,
                                  out, lse, stream)
 
@@ -241,7 +241,7 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
         k_cache, v_cache, block_table: the paged cache, without the new tokens.
         cache_seqlens: [batch], keys of each sequence that lie in the cache.
         out_scale_inv: [1] float32: out = result * out_scale_inv, in place of out_scale.
-        skip_decode: sequences of one query are left out, their rows untouched.
+        skip_decode: sequences of one query are skipped, their rows left as they are.
         others: as segmented_attention.
 
     >>> import numpy as np, longspan
@@ -262,12 +262,12 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
               k_descale: Numbers | None = None, v_descale: Numbers | None = None,
               stream: Stream | None = None) -> None:
-    """New keys and values into a paged cache, each where its slot says.
+    """Writes new keys and values to a paged cache, each to its slot.
 
     Args:
         k, v: [tokens, kv_heads, dim]; v is None where v_cache is the first columns of k_cache.
         k_cache, v_cache: pages, written.
-        slot_mapping: [tokens]: page * page size + row; below 0 a token is not written.
+        slot_mapping: [tokens]: page * page size + row; a token with a slot below 0 is not written.
         k_descale, v_descale: [1] or [kv_heads] float32; fp8 caches store x / descale.
 
     >>> import numpy as np, longspan

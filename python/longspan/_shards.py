@@ -1,9 +1,9 @@
 """Cutting arrays into the ranks' shards, and putting them together again.
 
-What shard() returns is remembered with how it was cut, by its identity: the array itself carries no
-mark, so that it is of the caller's own type, pickles and prints as ever, and what is made of it, a
-view, a copy, the result of any function, is an array of which nothing is known. Attention compares
-what it is given with what is remembered (contradiction()).
+How shard() cut an array is remembered by the array's identity. The array carries no mark, so it has
+the caller's own type, and pickles and prints as ever. Nothing is known of what is made from it,
+such as a view, a copy, or the result of a function. Attention compares its arguments with what is
+remembered (contradiction()).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 Cut = namedtuple("Cut", "rule rank ranks length dim shape")
 Cut.__doc__ = "How shard() cut an array: `length` tokens of the whole, in dimension `dim`; the part's shape."
 
-Place = namedtuple("Place", "rank size")  # of a rank among those that hold a cache
+Place = namedtuple("Place", "rank size")  # a rank among those that hold a cache
 
 _cuts: dict[int, tuple] = {}  # id() of a part: (a weak reference to it, its Cut)
 
 
 def _remember(part: Array, cut: Cut) -> None:
-    """Of arrays of NumPy and PyTorch; those of others may be one object for several values (JAX)."""
+    """Only arrays of NumPy and PyTorch: one object of JAX may be several values."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(part, torch.Tensor):
         if torch.compiler.is_compiling():
@@ -39,7 +39,7 @@ def _remember(part: Array, cut: Cut) -> None:
         return
     key = id(part)
 
-    def forget(reference, cuts=_cuts):  # which is there when the module is not any more
+    def forget(reference, cuts=_cuts):  # the default outlives the module
         known = cuts.get(key)
         if known is not None and known[0] is reference:
             del cuts[key]
@@ -48,7 +48,7 @@ def _remember(part: Array, cut: Cut) -> None:
 
 
 def cut_of(array: Array) -> Cut | None:
-    """How shard() cut this very array; None of all others, and where its shape has changed since."""
+    """How shard() cut this very array; None for others, and where its shape has changed since."""
     known = _cuts.get(id(array))
     if known is None or known[0]() is not array or tuple(array.shape) != known[1].shape:
         return None
@@ -56,7 +56,7 @@ def cut_of(array: Array) -> Cut | None:
 
 
 def _alike(rule: Sharding):
-    """The same for rules by which ranks have the same tokens."""
+    """Equal for rules that give ranks the same tokens."""
     if rule.layout == "striped":
         return "interleaved", 1
     if rule.layout in ("contiguous", "ranges"):
@@ -73,7 +73,7 @@ def _text(rule: Sharding) -> str:
 
 def _contradiction(name: str, array: Array, argument: str, rule: Sharding | None, comm, dim: int,
                    total: int | None, total_name: str) -> str | None:
-    """What is remembered of `array` that cannot be, and what to write. `rule` None: every rank has all."""
+    """What contradicts how `array` was cut, and what to write. `rule` None: every rank has all."""
     cut = cut_of(array)
     if cut is None:
         return None
@@ -113,9 +113,10 @@ def _count_of(lengths) -> int:
 def contradiction(q, k, v, *, comm, keys: Layout | Sharding, queries: Layout | Sharding | None, cache_seqlens=None,
                   cu_seqlens_q=None, block_table=None, k_new=None, v_new=None, total_keys=None,
                   total_queries=None, tokens_dim: int = -3, names=("q", "k", "v"), keys_name: str = "keys") -> tuple[int | None, int | None, str | None]:
-    """Tokens of the arrays that k and q were cut from, and what of them contradicts a call of attention.
+    """Tokens of the arrays that k and q were cut from, and what contradicts a call of attention.
 
-    q is None in an append. `names` and `keys_name` are the caller's. Where nothing is known, or keys are a cache that grows, the lengths are None.
+    q is None in an append. `names` and `keys_name` are the caller's. The lengths are None where they
+    are unknown, and for a cache that grows.
     """
     if not _cuts or not (comm is None or isinstance(comm, (Communicator, Place))):
         return None, None, None
@@ -212,15 +213,15 @@ def shard(array: OfKind, keys: Layout | Sharding = "contiguous", *, comm: Commun
           rank: int | None = None, ranks: int | None = None, dim: int = 0, table: Numbers | None = None) -> OfKind:
     """This rank's part of a whole array: its tokens along `dim`, in the order of the shard.
 
-    How NumPy arrays and torch tensors were cut is remembered as long as they live: attention refuses
-    a part that its arguments contradict, and says what to write. Of what is made of them, such as a
-    view or a copy, nothing is known.
+    How NumPy arrays and torch tensors were cut is remembered while they live: attention refuses a
+    part that its arguments contradict, and its message has the fix. Nothing is known of what is made
+    from a part, such as a view or a copy.
 
     Args:
         array: the whole, of any kind that can be sliced; any length.
         keys: the name of a layout, or a Sharding. Contiguous parts are cut at multiples of 128
             tokens, which gives the same bits on 1, 2, 4 ... 64 ranks.
-        comm: who shares it; or rank and ranks.
+        comm: the ranks that share it; or rank and ranks.
         dim: the dimension of the tokens: 1 of [batch, tokens, heads, dim].
         table: of ranges and listed, as Sharding.shard takes it.
 
@@ -250,24 +251,24 @@ def shard(array: OfKind, keys: Layout | Sharding = "contiguous", *, comm: Commun
 def unshard(parts: OfKind | Sequence[OfKind], keys: Layout | Sharding = "contiguous", *,
             comm: Communicator | None = None, dim: int | None = None,
             tables: Numbers | Sequence[Numbers] | None = None) -> OfKind:
-    """The whole array of the ranks' parts: what shard() undoes, and attention gave in parts.
+    """The whole array from the ranks' parts, cut by shard() or returned by attention.
 
     Args:
-        parts: every rank's part, in rank order, as a list; or, with `comm`, this rank's part: then
-            the parts are gathered, and the call is collective. It gathers through the processors,
-            also what lies on GPUs; longspan.torch and frameworks gather between GPUs.
-        keys: the layout that they were cut by. "contiguous" takes parts in rank order of any
-            lengths, and so does "ranges" without tables. Of results="heads" it is "heads".
-        dim: the dimension of the tokens, 0 where it is left out; with "heads" that of the heads,
-            which has to be given: 1 of an out [tokens, heads, value_dim].
-        tables: of ranges the one table, of listed the list of every rank's.
+        parts: every rank's part, in rank order, as a list; or, with `comm`, this rank's part, which
+            makes the call collective. It gathers through the CPUs, also arrays on GPUs;
+            longspan.torch and frameworks gather between GPUs.
+        keys: the layout that they were cut by. "contiguous" takes parts of any lengths in rank
+            order, as does "ranges" without tables. For results="heads" it is "heads".
+        dim: the dimension of the tokens, 0 by default. With "heads" it is that of the heads, and
+            must be given: 1 for an out [tokens, heads, value_dim].
+        tables: for ranges the one table, for listed the list of every rank's.
 
     Returns:
         A new array of the kind of the parts, on every rank.
 
     Raises:
-        InputError: parts that do not fit together, or the layout. UsageError: ranks differ in what
-        they ask for. RankError: a rank did not come.
+        InputError: parts that do not fit together, or do not fit the layout. UsageError: ranks
+            differ in their arguments. RankError: a rank did not come.
 
     >>> import numpy as np, longspan
     >>> parts = [longspan.shard(np.arange(9), "interleaved", rank=r, ranks=2) for r in range(2)]
@@ -356,7 +357,7 @@ def _library(array: Array) -> str:
 
 
 def check_cut(name: str, part: Array, rule: Sharding, rank: int, ranks: int, dim: int, of_heads: bool = False) -> None:
-    """InputError where shard() cut a part of unshard() in another way."""
+    """InputError where shard() cut a part in another way than unshard() is told."""
     cut = cut_of(part)
     if cut is None or (cut.ranks == ranks == 1 and "listed" not in (cut.rule.layout, rule.layout)):
         return
@@ -380,7 +381,7 @@ def _place(comm, rank, ranks):
 
 
 def _gathered(part: Array, layout: str, dim: int, comm: Communicator) -> list[Array]:
-    """Every rank's part, of the kind and on the device of this one's."""
+    """Every rank's part, of the kind and on the device of this rank's."""
     torch = sys.modules.get("torch")
     is_torch = torch is not None and isinstance(part, torch.Tensor)
     import numpy
@@ -412,7 +413,7 @@ def _gathered(part: Array, layout: str, dim: int, comm: Communicator) -> list[Ar
                              f"in dimension {dim} alone")
     made = []
     for shape, fields in zip(shapes, gathered):
-        memory = bytearray(fields[4])  # which can be written to
+        memory = bytearray(fields[4])  # writable
         if is_torch:
             flat = torch.frombuffer(memory, dtype=torch.uint8) if memory else \
                 torch.empty(0, dtype=torch.uint8, device="cpu")

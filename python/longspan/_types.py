@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Sequence, TypeVar, Union, runtime_checkable
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer  # every type checker has it
+    from typing_extensions import Buffer  # every type checker knows it
 elif sys.version_info >= (3, 12):
     from collections.abc import Buffer
 else:
@@ -50,8 +50,8 @@ class SupportsCudaStream(Protocol):
 
 
 Array = Union[SupportsDLPack, Buffer]
-OfKind = TypeVar("OfKind", bound=Array)  # results are of the kind of an argument
-# A small array; or on processors one number, a list of them, or a list of lists.
+OfKind = TypeVar("OfKind", bound=Array)  # results have an argument's kind
+# A small array; or on CPUs one number, a list of them, or a list of lists.
 Numbers = Union[SupportsDLPack, Buffer, float, Sequence[float], Sequence[Sequence[int]]]
 Stream = Union[int, StreamOfTorch, StreamOfCupy, SupportsCudaStream]
 DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "fp32", "fp16",

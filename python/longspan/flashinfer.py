@@ -4,11 +4,11 @@ imported.
     from longspan.flashinfer import merge_state, single_prefill_with_kv_cache
 
 Every log-sum-exp, given and returned, is of base 2, as FlashInfer's are; those of 16 bits are read as
-float32. An argument that changes the result, and that longspan has nothing for, raises
-UnsupportedError with its name, unless it is what leaving it out would mean. What only chooses among
-FlashInfer's kernels (backend, use_tensor_cores, use_fp16_qk_reduction) is taken and not read. Arrays
-are of any kind, on processors too. Empty states (-inf, +inf) count for nothing: a row of none but
-empty ones is 0 and -inf.
+float32. An argument that changes the result, and that longspan does not support, raises
+UnsupportedError with its name, unless it means the same as the default. Arguments that only choose
+among FlashInfer's kernels (backend, use_tensor_cores, use_fp16_qk_reduction) are accepted and not
+read. Arrays are of any kind, on CPUs too. Empty states (-inf, +inf) count for nothing: a row of only
+empty states is 0 and -inf.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, 
 
 def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
                          mask: Array | None = None) -> None:
-    """Merges another state into (v, s), where it lies.
+    """Merges another state into (v, s), in place.
 
     Args:
         v, v_other: [tokens, heads, head_dim]; v is written.
@@ -87,7 +87,7 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
         check_shape("mask", mask, (v.shape[0],), "[tokens]")
         if type_of(mask) != "bool":
             raise InputError(f"mask is {type_of(mask)}; bool is wanted")
-        for name, array in (("v", v), ("s", s)):  # before one of them is written
+        for name, array in (("v", v), ("s", s)):  # before either is written
             if not getattr(getattr(array, "flags", None), "writeable", True):
                 raise InputError(f"{name} is read-only, and the call writes to it")
     own_s = narrow_lse("s", s)
@@ -141,7 +141,7 @@ def _check_state(v, s, v_name, s_name):
 
 
 def _check_tuning(backend, **flags):
-    """What chooses a kernel of FlashInfer changes no result, so it is not read; its type is looked at."""
+    """A choice of FlashInfer's kernels changes no result: only its type is checked."""
     if not isinstance(backend, str):
         raise TypeError(f"backend is of type '{type(backend).__name__}'; a str is wanted")
     for name, value in flags.items():
@@ -164,7 +164,7 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
     """The attention of the last token of one sequence.
 
     Args:
-        q: [heads, head_dim]; also fp8, as the result then is.
+        q: [heads, head_dim]; also fp8, which the result then is too.
         k, v: [keys, kv_heads, head_dim] for kv_layout "NHD", [kv_heads, keys, head_dim] for "HND";
             also fp8.
         q_scale, k_scale, v_scale: numbers that q, k and v are multiplied by; None is 1.
@@ -299,9 +299,9 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
 
 
 def _fp8_scales(q, k, v, scales):
-    """The arguments of attend: 1 for fp8 that has none."""
+    """The arguments of attend: 1 for fp8 without a scale."""
     options = {}
-    ones = None  # one array for all, as values that lie in the memory of keys have their scale
+    ones = None  # one array for all: values in the memory of keys have the scale of the keys
     for name, array in (("q", q), ("k", k), ("v", v)):
         given = scales.get(name)
         if is_fp8(array):
@@ -317,8 +317,8 @@ def _fp8_scales(q, k, v, scales):
 
 
 def _on_device_of(array, number):
-    """A number on the device of the array, as attend takes numbers themselves for work on the host alone; what
-    is no number stays as it is."""
+    """A number on the device of the array, since attend takes plain numbers only for work on the host; others
+    pass unchanged."""
     on_cpu = 1  # kDLCPU of DLPack
     if not isinstance(number, (int, float)) or not hasattr(array, "__dlpack_device__") or array.__dlpack_device__()[0] == on_cpu:
         return number
@@ -335,7 +335,7 @@ def _number(name, given):
     if not isinstance(given, (int, float)):
         if getattr(given, "size", None) != 1 and getattr(given, "shape", None) not in ((), (1,)):
             raise TypeError(f"{name} is of type '{type(given).__name__}'; a float, or an array of one, is wanted")
-        given = given.item()  # of a tensor on a GPU it is waited for
+        given = given.item()  # this waits for a tensor on a GPU
     if not 0 < given < float("inf"):
         raise InputError(f"{name} is {given}; a finite number above 0 is wanted")
     return float(given)

@@ -2,9 +2,8 @@
 
     from longspan.sglang import merge_state
 
-in place of sglang.srt.layers.attention.merge_state. Here log-sum-exps are natural and
-[tokens, heads]; vLLM's are [heads, tokens] (longspan.vllm), FlashInfer's of base 2
-(longspan.flashinfer).
+in place of sglang.srt.layers.attention.merge_state. Log-sum-exps are natural and [tokens, heads]
+here; vLLM's are [heads, tokens] (longspan.vllm), FlashInfer's of base 2 (longspan.flashinfer).
 """
 
 from __future__ import annotations

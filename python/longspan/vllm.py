@@ -3,15 +3,13 @@
     from longspan.vllm import merge_attn_states, unified_attention
 
 in place of vllm.v1.attention.ops.merge_attn_states and its neighbours. Names and arguments are those
-of vLLM 0.33. Results are written to the array that the caller gives, as there. An argument that
-changes the result, and that longspan has nothing for, raises UnsupportedError with its name, unless
-it is what leaving it out would mean. Scratch memory and tuning of vLLM's kernels is taken and not
-read; each function says which arguments these are. All log-sum-exps are natural; those of 16 bits
-are read as float32.
+of vLLM 0.33. Results are written to the caller's array, as there. An argument that changes the
+result, and that longspan does not support, raises UnsupportedError with its name, unless it means
+the same as the default. Scratch memory and tuning of vLLM's kernels are accepted and not read; each
+function lists these arguments. All log-sum-exps are natural; those of 16 bits are read as float32.
 
-Two things differ on purpose. A row that sees no key is 0 and its log-sum-exp -inf, whatever lies in
-the parts; and sums are fp32 up to one rounding at the end. Arrays are of any kind, on processors
-too.
+Two things differ on purpose. A row that sees no key is 0 and its log-sum-exp -inf, whatever the
+parts contain; and sums are fp32 with one rounding at the end. Arrays are of any kind, on CPUs too.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
         prefix_lse, suffix_lse: [heads, tokens], of float32 or 16 bits, natural. +inf and -inf mean
             no keys.
         output_lse: likewise, written too; may be prefix_lse or suffix_lse.
-        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever that
-            is; their prefix is not read.
+        prefill_tokens_with_context: tokens from here on copy the suffix and its lse, whatever its
+            value; their prefix is not read.
         output_scale: [1] float32, of an fp8 output: output = result / output_scale.
 
     >>> import numpy as np
@@ -83,7 +81,7 @@ def _one_scale(name: str, scale, cache, cache_name: str):
     """A cache's scale as the core takes it: None, [1] or [kv_heads]."""
     if scale is None:
         return None
-    if not is_fp8(cache):  # vLLM hands scales of 1 along with caches that have none
+    if not is_fp8(cache):  # vLLM passes scales of 1 with caches that have none
         if not _is_one(scale):
             raise InputError(f"{name} is not 1 and {cache_name} is {type_of(cache)}; it is the scale of an fp8 "
                              "cache")
@@ -105,7 +103,7 @@ def _on_processors(array) -> bool:
 
 
 def _is_one(scale) -> bool:
-    """On GPUs nobody looks: it would be waited for."""
+    """Not checked on GPUs: the check would have to wait."""
     if hasattr(scale, "shape"):
         return not _on_processors(scale) or bool((scale == 1).all())
     return scale in (1, [1], (1,))
@@ -128,9 +126,9 @@ def _refuse_of_unified(mm_prefix_range, rswa_prefix_lens, rswa_window, use_alibi
 
 
 def _window(window_size, causal):
-    """vLLM's kernel reads the left side alone. Of queries that see later keys it bounds these too."""
+    """vLLM's kernel reads only the left side. Where queries see later keys it bounds these too."""
     if causal is True or not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        return window_size  # what is no pair is refused where it is read
+        return window_size  # anything but a pair is refused where it is read
     left, right = window_size
     if right not in (left, 0, -1):
         raise InputError(f"window_size is {tuple(window_size)!r} and causal is not True: the left side bounds "
@@ -157,8 +155,9 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
                       use_alibi_sqrt: bool = False, kv_quant_mode: int | None = None,
                       k_scale_cache: Any = None, v_scale_cache: Any = None, chunk_lookback: int = -1,
                       use_td: bool = False, mm_prefix_clamp_sliding_window: bool = False) -> None:
-    """Writes the attention of decode and prefill rows over a paged cache, which holds the new keys
-    already, to `out`. What follows the scales is given by keyword, since vLLM's order has changed.
+    """Writes the attention of decode and prefill rows over a paged cache to `out`. The cache
+    already holds the new keys. Arguments after the scales are keywords, since vLLM's order has
+    changed.
 
     Args:
         q: [tokens, heads, head_size], also fp8.
@@ -169,20 +168,20 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
         max_seqlen_q, max_seqlen_k: no sequence has more rows, or keys.
         seqused_k: [sequences] int32, keys of each sequence.
         causal: True or False, or [sequences] flags, bool or of any integer type.
-        window_size: (left, right), keys besides the query's own; -1 is no bound. As in vLLM the left
-            one bounds both sides where attention is not causal, and right is then left, 0 or -1.
+        window_size: (left, right), keys besides the query's own; -1 is no bound. As in vLLM, left
+            bounds both sides where attention is not causal, and right is then left, 0 or -1.
         block_table: [sequences, columns] int32.
         softcap: 0 is off.
         q_descale, k_descale, v_descale: of fp8 arrays, one number, also expanded to [sequences,
-            kv_heads], or [kv_heads]. Beside a k or v that is no fp8 they must be 1, which is looked
-            at on processors.
+            kv_heads], or [kv_heads]. Beside a k or v that is not fp8 they must be 1, which is
+            checked on CPUs.
         alibi_slopes: [heads]; the score gets slope * (key's position - that of the first query).
         output_scale: [1] float32, of an fp8 out: out = result / output_scale.
         qq_bias: [width, width] between the new tokens; sinks: [heads].
-        kv_quant_mode: 0 (none) or 1 (fp8, one scale a tensor); None is what k is.
+        kv_quant_mode: 0 (none) or 1 (fp8, one scale a tensor); None follows from k.
         seq_threshold_3D, num_par_softmax_segments, softmax_segm_output, softmax_segm_max,
             softmax_segm_expsum, use_td: not read: scratch memory and tuning of vLLM's kernel.
-        mm_prefix_clamp_sliding_window: not read: it says how mm_prefix_range is meant.
+        mm_prefix_clamp_sliding_window: not read: it qualifies mm_prefix_range.
 
     Raises:
         UnsupportedError: mm_prefix_range, rswa_prefix_lens, rswa_window, chunk_lookback beside a
@@ -242,7 +241,7 @@ _PLAIN = {"auto": None, "bfloat16": "bfloat16", "float16": "float16", "half": "f
 
 
 def _cache_of_type(name: str, cache, kv_cache_dtype: str):
-    """A cache of bytes, seen as the fp8 that kv_cache_dtype says."""
+    """A cache of bytes, viewed as the fp8 type of kv_cache_dtype."""
     dtype = type_of(cache)
     wanted = _CACHE_TYPES.get(kv_cache_dtype)
     if wanted is None:
@@ -283,20 +282,20 @@ def context_attention_fwd(q: Array, k: Array | None, v: Array | None, o: Array, 
             and v the cache has the keys of the new tokens too.
         o: [tokens, heads, head_size], written; fp8 with fp8_out_scale. Rows past the last sequence
             are left as they are.
-        kv_cache_dtype: "auto", or "fp8", "fp8_e4m3", "fp8_e5m2", as which a cache of uint8 is read.
+        kv_cache_dtype: "auto", or "fp8", "fp8_e4m3", "fp8_e5m2", the type of a cache of uint8.
         k_cache: [blocks, kv_heads, head_size / x, block_size, x].
         v_cache: [blocks, kv_heads, head_size, block_size].
         b_loc: [sequences, columns] int32, the blocks of each sequence.
         b_start_loc: [sequences + 1] int32, where the new tokens of each sequence begin.
         b_seq_len: [sequences] int32, keys of each sequence, the new ones included.
-        max_seq_len: not read, as in vLLM, whose callers give different things here.
+        max_seq_len: not read, as in vLLM, whose callers differ in what they give.
         max_input_len: no sequence has more new tokens.
         k_scale, v_scale: of an fp8 cache, one number; beside another cache it must be 1, which is
-            looked at on processors.
+            checked on CPUs.
         alibi_slopes: [heads]; the score gets -slope * distance.
         sliding_window: keys that a query sees, its own included; None and 0 are no bound.
         sm_scale: None is 1 / sqrt(head_size).
-        skip_decode: sequences of one new token are left out, their rows untouched.
+        skip_decode: sequences of one new token are skipped, their rows left as they are.
         fp8_out_scale: [1] float32: o = result / fp8_out_scale.
         sinks: [heads].
         causal: False lets new tokens see all of their sequence. The window bounds the left side.
@@ -368,8 +367,8 @@ def _communicator(cp_group, array):
 
 
 def _without_empty_shards(lse, seq_lens, query_start_loc):
-    """The lse, -inf in rows of sequences without keys here, and past the last sequence. It is a new
-    array: the caller's stays as it is."""
+    """The lse, with -inf in rows of sequences without keys here, and in rows past the last
+    sequence. It is a new array: the caller's stays unchanged."""
     if seq_lens is None and query_start_loc is None:
         return lse
     check_shape("seq_lens", seq_lens, (None,), "[sequences]")
@@ -395,7 +394,7 @@ def _without_empty_shards(lse, seq_lens, query_start_loc):
     ends = query_start_loc[1:]
     if _on_processors(lse) and bool((ends < query_start_loc[:-1]).any()):
         raise InputError("query_start_loc descends; it is where the rows of each sequence begin")
-    # A row past the last sequence is of one more, which is empty.
+    # A row past the last sequence belongs to one more sequence, which is empty.
     sequence = space.searchsorted(ends, space.arange(lse.shape[0], dtype=ends.dtype, **place), side="right")
     join = space.cat if is_tensor else space.concatenate if hasattr(space, "concatenate") else space.concat
     is_empty = join([seq_lens <= 0, space.ones(1, dtype=space.bool, **place)])[sequence]
@@ -423,23 +422,22 @@ def _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on
 def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
                      return_lse: bool = False, is_lse_base_on_e: bool = True, seq_lens: Array | None = None,
                      query_start_loc: Array | None = None) -> Any:
-    """The merge of every rank's attention over its own keys, and of it this rank's heads. Collective.
+    """Merges every rank's attention over its own keys, and returns this rank's heads. Collective.
 
-    vLLM gathers the log-sum-exps, scales its result and sums in its type; here results and
-    log-sum-exps travel in one exchange, are merged in fp32 in the order of the ranks, and rounded
-    once.
+    vLLM gathers the log-sum-exps, scales its result and sums in its type. Here results and
+    log-sum-exps travel in one exchange, are merged in fp32 in rank order, and are rounded once.
 
     Args:
         cp_attn_out: [tokens, heads, head_size], of all heads.
         cp_attn_lse: [tokens, heads], of float32 or 16 bits. -inf, +inf and NaN mean that this rank
             has no keys.
-        cp_group: a longspan communicator; or a process group of torch, or vLLM's GroupCoordinator,
-            whose communicator longspan.torch.communicator makes at the first call, and keeps.
+        cp_group: a longspan communicator; or a process group of torch, or vLLM's GroupCoordinator:
+            the first call makes its communicator by longspan.torch.communicator, and keeps it.
         ctx: not read: what vLLM's kernel has compiled.
         return_lse: return (out, lse), lse in float32.
         is_lse_base_on_e: False is base 2, given and returned.
-        seq_lens: [sequences] of int32 or int64, this rank's keys of each. Where there are none, rows
-            count for nothing, whatever their lse. With query_start_loc.
+        seq_lens: [sequences] of int32 or int64, this rank's keys of each; requires query_start_loc.
+            Rows of sequences without keys count for nothing, whatever their lse.
         query_start_loc: [sequences + 1] likewise, where the rows of each sequence begin. Rows past
             the last sequence count for nothing.
 
@@ -459,7 +457,7 @@ def cp_lse_ag_out_rs(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx:
 def dcp_a2a_lse_reduce(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
                        return_lse: bool = False, is_lse_base_on_e: bool = True,
                        seq_lens: Array | None = None, query_start_loc: Array | None = None) -> Any:
-    """The same as cp_lse_ag_out_rs, which vLLM does by all-to-all. Collective.
+    """The same as cp_lse_ag_out_rs; in vLLM it uses all-to-all. Collective.
 
     >>> import longspan, numpy as np
     >>> from longspan.vllm import dcp_a2a_lse_reduce
@@ -474,7 +472,7 @@ def dcp_a2a_lse_reduce(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ct
 def cp_lse_ag_out_ar(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx: Any = None,
                      return_lse: bool = False, is_lse_base_on_e: bool = True, seq_lens: Array | None = None,
                      query_start_loc: Array | None = None) -> Any:
-    """The same merge, of which every rank gets all heads. Collective. Arguments as cp_lse_ag_out_rs.
+    """The same merge; every rank gets all heads. Collective. Arguments as cp_lse_ag_out_rs.
 
     Returns:
         out [tokens, heads, head_size], with the same bits on every rank; with return_lse (out, lse).
@@ -490,7 +488,8 @@ def cp_lse_ag_out_ar(cp_attn_out: Array, cp_attn_lse: Array, cp_group: Any, ctx:
 
 
 def mask_dcp_empty_shards_(lse: Array, seq_lens: Array | None, query_start_loc: Array | None) -> None:
-    """Writes -inf to the rows of `lse` that have no keys on this rank, in place. Neither array: to none.
+    """Writes -inf to the rows of `lse` that have no keys on this rank, in place. Without both arrays, to
+    no row.
 
     Args:
         lse: [tokens, heads], of any float type.

@@ -34,7 +34,7 @@ Kind find_kind(nb::handle type) {
   return kind;
 }
 
-/// By type, so that what a type can do is looked up once. Types are kept: their address is the key.
+/// By type, so that each type is looked up once. Types are kept: their address is the key.
 Kind kind_of(nb::handle object) {
   static auto* known = new std::vector<std::pair<PyTypeObject*, Kind>>;  // under the GIL
   PyTypeObject* const type = Py_TYPE(object.ptr());
@@ -72,7 +72,7 @@ void set_extents(Tensor& t, const char* name, int dims, const std::int64_t* shap
   }
 }
 
-/// Strides are counted in bytes where they come from.
+/// The source gives strides in bytes.
 void set_byte_stride(Tensor& t, const char* name, int d, std::int64_t bytes) {
   const auto size = static_cast<std::int64_t>(size_of(t.dtype));
   if (bytes % size != 0) {
@@ -86,8 +86,8 @@ void set_byte_stride(Tensor& t, const char* name, int d, std::int64_t bytes) {
   t.stride[d] = bytes / size;
 }
 
-/// An extent of 1 is never stepped over, and libraries give it any stride: it gets the one that a
-/// dense array would have, so that what is dense is seen to be.
+/// An extent of 1 is never stepped over, and libraries give it any stride: it gets the stride of a
+/// dense array, so that dense arrays are recognised.
 void settle_strides(Tensor& t) {
   int outer = 0;  // dimensions before the first that is stepped over
   while (outer < t.dims && t.shape[outer] == 1) ++outer;
@@ -343,7 +343,7 @@ void Array::take_exchange(nb::handle source) {
 }
 
 void Array::take_capsule(nb::handle source) {
-  // What is on a GPU is made ready on the stream that the call works on: CuPy's own stream, which
+  // Makes arrays on a GPU ready on the stream that the call works on: CuPy's own stream, which
   // needs nothing, or the default stream (1 in this protocol).
   const nb::handle type(reinterpret_cast<PyObject*>(Py_TYPE(source.ptr())));
   nb::object capsule;
@@ -381,7 +381,7 @@ void Array::take_capsule(nb::handle source) {
   } else {
     throw nb::type_error((std::string(name_) + ".__dlpack__() gives no capsule of DLPack").c_str());
   }
-  // Arrays of JAX never change, and do not always say so here.
+  // Arrays of JAX are immutable, and do not always report it here.
   if (derives(type, "jax", "Array")) read_only_ = true;
 }
 
@@ -391,8 +391,8 @@ void Array::settle() {
     tensor_.shape[0] = tensor_.stride[0] = 1;
   }
   settle_strides(tensor_);
-  // An array without elements is an array that was given, wherever it lies. What has elements and
-  // no memory stands for something else than its memory: take_memory() refuses it.
+  // An array without elements counts as given, wherever it lies. One with elements and no memory
+  // does not hold its values: take_memory() refuses it.
   static char nowhere[256];
   if (tensor_.data == nullptr && tensor_.size() == 0) tensor_.data = nowhere;
 }

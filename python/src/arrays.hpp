@@ -4,8 +4,9 @@
 //     torch     the exchange interface of DLPack in C, or __dlpack__ where it is older
 //     others    __dlpack__ (JAX, CuPy ...), and any buffer
 //
-// A view keeps what it sees alive. Nothing is copied but small arrays of integers of another width
-// (integers.hpp), and what torch negates lazily, which has no memory of its own (odd_arrays.hpp).
+// A view keeps its array alive. Only two things are copied: small arrays of integers of another
+// width (integers.hpp), and tensors that torch negates lazily, which have no memory of their own
+// (odd_arrays.hpp).
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -25,10 +26,10 @@ namespace longspan::python {
 
 namespace nb = nanobind;
 
-/// What decides how an array is read, and how one like it is made. One for each Python type.
+/// How an array of a Python type is read, and how one like it is made.
 struct Kind {
   enum Name : std::uint8_t { numpy, torch, other };
-  /// Memory that does not hold what the array stands for; such arrays are refused.
+  /// The memory does not hold the array's values; such arrays are refused.
   enum Odd : std::uint8_t { plain, masked, wrapper };
   Name name = other;
   Odd odd = plain;
@@ -38,16 +39,17 @@ struct Kind {
 class Array {
  public:
   Array() = default;
-  /// `name` is the argument's. None is no array. TypeError for what is no array; InputError for
-  /// element types and strides that there is no tensor of, and for arrays whose memory does not
-  /// hold their values; Unsupported for an array whose derivative is asked for.
+  /// `name` is the argument's. None gives no array. TypeError for an object that is not an array.
+  /// InputError for element types and strides without a tensor, and for arrays whose memory does
+  /// not hold their values. Unsupported for an array whose derivative is asked for.
   Array(nb::handle object, const char* name);
-  /// A small array, for which numbers may stand too: one, a list, or a list of lists. They become
+  /// A small array, or numbers in place of one: one, a list, or a list of lists. Numbers become
   /// `dtype`, on the host. Arrays of other integers become `dtype` where it is int32, int64 or
   /// uint8 (flags): on the host, or queued on the stream of the call.
-  /// InputError for a value that `dtype` does not have, and for arrays of no integers.
+  /// InputError for a value out of the range of `dtype`, and for arrays of other types than
+  /// integers.
   Array(nb::handle object, const char* name, DType dtype, Stream stream = {});
-  /// The same where lists of numbers are not wanted: block tables.
+  /// The same without lists of numbers: block tables.
   static Array table(nb::handle object, const char* name, Stream stream);
   ~Array();
   Array(Array&& other) noexcept;
@@ -62,11 +64,11 @@ class Array {
 
   /// TypeError where the argument is missing.
   const Array& required() const;
-  /// InputError for an array that may not be written to.
+  /// InputError for a read-only array.
   const Array& writable() const;
-  /// InputError for elements of no float type, as bytes that do not say which fp8 they are.
+  /// InputError for elements that are not floats, such as bytes of an unknown fp8 type.
   const Array& floats() const;
-  /// From here on it is as one that is not given.
+  /// From here on it counts as not given.
   void leave_out();
 
  private:
@@ -89,11 +91,11 @@ class Array {
   bool is_copy_ = false;  // the memory is not the caller's
   bool has_buffer_ = false;
   Py_buffer buffer_{};
-  nb::object holder_;  // what keeps the memory: a capsule, bytes, or an array made for the call
+  nb::object holder_;  // keeps the memory alive: a capsule, bytes, or an array made for the call
 };
 
 /// A result. Where the caller's kind can be made before it is written, tensor() is its memory;
-/// otherwise (JAX) finish() makes it of memory of our own.
+/// otherwise (JAX) finish() makes it from memory of our own.
 class Result {
  public:
   Result() = default;
@@ -103,7 +105,7 @@ class Result {
   Result(const Array& like, std::span<const std::int64_t> shape, DType dtype);
 
   const Tensor& tensor() const { return tensor_; }
-  /// Work on the memory must have been waited for where needs_wait().
+  /// Where needs_wait(), wait for the work on the memory first.
   nb::object finish();
   bool needs_wait() const { return late_; }
 
@@ -118,18 +120,18 @@ class Result {
 Result result_of(const Array& given, const Array& like, std::span<const std::int64_t> shape,
                  DType dtype);
 
-/// Throws InputError where an array that is given lies on another GPU than the communicator's; a
-/// negative one has none.
+/// Throws InputError where a given array lies on another GPU than the communicator's; a negative
+/// one has none.
 void require_gpu(const Array& array, const char* name, int gpu);
 
 /// Throws Unsupported for factors of each sequence, [batch, ...], where one vector is `wanted`.
 void refuse_by_sequence(const Array& array, const char* name, const char* wanted);
 
-/// A stream of torch, CuPy or __cuda_stream__, or its handle as a number.
+/// A stream of torch or CuPy, an object with __cuda_stream__, or a handle as a number.
 Stream given_stream(nb::handle given);
 
-/// The stream of a call on CUDA: the caller's, or the one that the arrays' library works on.
-/// InputError for a stream on processors.
+/// The stream of a call on CUDA: the caller's, or the current one of the arrays' library.
+/// InputError for a stream on CPUs.
 Stream stream_of(nb::handle given, const Array& like);
 
 /// "cpu" or "cuda".

@@ -19,7 +19,7 @@
 namespace longspan::python {
 namespace {
 
-/// What attend() is told besides the arguments of a run.
+/// Arguments of attend() besides those of a run.
 struct Asked {
   nb::handle comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange,
       strategy, max_seqlen_q, max_seqlen_k, results, ranks_per_node;
@@ -73,8 +73,8 @@ bool lists_rows(const Options& o) {
          (o.results.part == ResultPart::rows && o.results.rows.layout == Layout::listed);
 }
 
-/// Sizes of the layer: rounded up, so that a sequence that grows does not need a new one each time.
-/// They are alike on all ranks.
+/// Sizes of the layer: rounded up, so that a growing sequence does not need a new one each time.
+/// They are the same on all ranks.
 void set_limits(Options& o, const Call& call, const Totals& totals, Device device) {
   const std::int64_t rows = o.queries ? totals.most_queries : call.tokens() * call.batch();
   o.limits.max_tokens = rounded_up(rows);
@@ -94,8 +94,8 @@ void set_limits(Options& o, const Call& call, const Totals& totals, Device devic
         std::min(kMost, rounded_up(o.queries ? totals.queries : call.tokens()));
 }
 
-/// Parts in rank order that are not the contiguous rule's are ranges, of the lengths that the ranks
-/// have.
+/// Parts in rank order by another cut than the contiguous rule's are ranges, of the lengths that
+/// the ranks have.
 void take_ends(Options& o, const Call& call, const Totals& totals) {
   if (!totals.key_ends.empty()) o.keys = {Layout::ranges};
   if (!totals.query_ends.empty()) o.queries = Sharding{Layout::ranges};
@@ -106,7 +106,7 @@ void take_ends(Options& o, const Call& call, const Totals& totals) {
       throw InputError(std::string(name) + " is given, and the layout is contiguous");
 }
 
-/// The tables of a call that it did not give as the layer takes them.
+/// The tables of a call, converted where their form differs from the layer's.
 void set_tables(AttentionArgs& run, const Options& o, const Call& call, const Totals& totals,
                 std::int64_t batch, Device device, UniformArrays& arrays) {
   if (!totals.key_ends.empty()) run.key_table = arrays.table(device, totals.key_ends, batch);
@@ -152,8 +152,8 @@ nb::object attend(nb::args args) {
   return call.finish();
 }
 
-/// For bench/python_overhead.py: microseconds of a run in C++, the arrays read and the layer made.
-/// On a GPU these are of queueing it.
+/// For bench/python_overhead.py: microseconds of a run in C++, with arrays read and the layer made.
+/// On a GPU it is the time of queueing.
 double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle repeats) {
   const Array a(q, "q"), b(k, "k"), c(v, "v"), o(out, "out");
   const AttentionArgs args{.q = a.required().tensor(),

@@ -19,7 +19,7 @@ Tensor exchanged(Tensor t) {
   return t;
 }
 
-/// Whether elements stand one behind the other. An extent of 1 is never stepped over.
+/// Whether elements are contiguous. An extent of 1 is never stepped over.
 bool is_dense(const Tensor& t) {
   std::int64_t step = 1;
   for (int d = t.dims - 1; d >= 0; --d) {
@@ -30,7 +30,7 @@ bool is_dense(const Tensor& t) {
   return true;
 }
 
-/// Whether the library reads each row as it lies: its elements follow each other, and no dimension
+/// Whether the library reads each row in place: its elements follow each other, and no dimension
 /// runs backwards.
 bool has_plain_rows(const Tensor& t) {
   if (t.size() == 0) return true;
@@ -260,7 +260,7 @@ void Call::make_readable(bool sharded_queries) {
   if (sharded_queries ? !is_dense(q.tensor()) : !has_plain_rows(q.tensor())) copies_.take(q, "q");
   copies_.take_unless_flat(k_new, "k_new");
   copies_.take_unless_flat(v_new, "v_new");
-  // Pages have any strides, and a copy of what is written is lost.
+  // Pages may have any strides, and writes to a copy would be lost.
   if (!block_table && !k_new) copies_.take_unless_cache(k, v);
 }
 

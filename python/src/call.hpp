@@ -1,5 +1,5 @@
 // One run, of attend() or of a layer, as Python gives it: its arrays, which the Python functions
-// pass by position in the order of `Given`, its lengths, and where its results go.
+// pass by position in the order of `Given`, its lengths, and the places of its results.
 //
 // Arrays of four dimensions are flash-attention's, [batch, tokens, heads, head_dim]; the library
 // has them with tokens and heads exchanged.
@@ -27,8 +27,8 @@ struct Given {
   nb::handle alibi_slopes, sinks, qq_bias, documents;
   nb::handle total_keys, total_queries, key_table, query_table;
   nb::handle skip_decode, return_lse, out, lse, stream;
-  // What shard() has left of k and q (python/longspan/_shards.py): tokens of the arrays that they
-  // were cut from, or None, and what contradicts the call, or None.
+  // What shard() remembers of k and q (python/longspan/_shards.py): tokens of the arrays that they
+  // were cut from, or None; and what contradicts the call, or None.
   nb::handle whole_keys, whole_queries, contradiction;
 };
 inline constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
@@ -45,20 +45,19 @@ Fields unpack(const nb::args& args, std::size_t first) {
 /// "[2, 3]".
 std::string shape_text(const Tensor& t);
 
-/// Dense copies of arrays of one call, made by the library that the arrays are of.
+/// Dense copies of arrays of one call, made by the arrays' own library.
 class DenseCopies {
  public:
   /// `stream` is the caller's own, or None.
   explicit DenseCopies(nb::handle stream) : on_other_stream_(!stream.is_none()) {}
 
-  /// From here on the tensor of `array` is that of a copy. InputError where none can be made: by a
-  /// library that has no function for it, or on a GPU for a stream that the library does not know.
+  /// From here on the tensor of `array` is that of a copy. InputError where none can be made: the
+  /// library has no function for it, or on a GPU it does not know the stream.
   void take(Array& array, const char* name);
-  /// The same where rows have gaps inside of them or run backwards, or sequences do not follow each
-  /// other.
+  /// The same where rows have gaps or run backwards, or sequences do not follow each other.
   void take_unless_flat(Array& array, const char* name);
-  /// The same of a k and v without pages where the sequences of a batch do not lie a whole number
-  /// of keys apart, the same in both. Values that are the first columns of the keys stay that.
+  /// The same for a k and v without pages where the sequences of a batch do not lie a whole number
+  /// of keys apart, the same in both. Values that are the first columns of the keys stay so.
   void take_unless_cache(Array& k, Array& v);
 
  private:
@@ -67,16 +66,16 @@ class DenseCopies {
   std::list<Array> views_;
 };
 
-/// A count of rows or keys, -1 for None. Throws InputError for a number that counts nothing.
+/// A count of rows or keys, -1 for None. Throws InputError for an invalid count.
 std::int64_t count_of(nb::handle given, const char* name);
 
 /// [batch, tokens, kv_heads, dim] as [batch tokens, kv_heads, dim]; anything else as it is. Throws
 /// InputError where the sequences do not follow each other in memory.
 Tensor flat(Tensor t, const char* name);
 
-/// The arrays of one run, and where its results go.
+/// The arrays of one run, and the places of its results.
 struct Call {
-  /// TypeError for what is no array, InputError where extents do not fit each other.
+  /// TypeError for an object that is not an array, InputError where extents do not fit each other.
   explicit Call(const Given& g);
 
   bool batched() const { return q.tensor().dims == 4; }
@@ -92,26 +91,26 @@ struct Call {
     const Tensor& t = v.tensor();
     return t.shape[k.tensor().dims == 5 ? 2 : t.dims - 1];
   }
-  /// Keys of each sequence on this rank, where nobody says how many there are.
+  /// Keys of each sequence on this rank, where no length is given.
   std::int64_t own_keys() const;
 
-  /// Every array on the GPU of the communicator. The device itself is checked by the library.
+  /// Checks that arrays are on the communicator's GPU. The library checks the device itself.
   void check_gpu(int gpu) const;
 
-  /// Takes copies of q, k, v and the new keys and values where they cannot be read as they lie:
-  /// rows that travel must be dense, and the sequences of a batch at equal steps of keys. What is
-  /// written is never copied. InputError where no copy can be made.
+  /// Copies q, k, v and the new keys and values where they cannot be read in place: rows that
+  /// travel must be dense, and the sequences of a batch at equal steps of keys. Arrays that are
+  /// written are never copied. InputError where no copy can be made.
   void make_readable(bool sharded_queries);
 
-  /// Results, of the caller's own or new ones: the part that the rank gets.
+  /// Results, in the caller's arrays or new ones: the part that the rank gets.
   void make_results(const Options& options, const Communicator& world);
 
-  /// Everything but the lengths, which may have to be asked for.
+  /// Everything but the lengths, which other ranks may have to report.
   AttentionArgs args() const;
   /// The same of one sequence of a batch.
   AttentionArgs args_of(std::int64_t sequence) const;
 
-  /// What Python gets: out, or out and lse.
+  /// The result for Python: out, or out and lse.
   nb::object finish();
   bool needs_wait() const { return out.needs_wait() || lse.needs_wait(); }
 
@@ -126,8 +125,8 @@ struct Call {
   Result out, lse;
 
  private:
-  /// A batch of no sequences: one sequence without keys and queries, so that the ranks still agree
-  /// on the run, and results without elements.
+  /// A batch of no sequences is one sequence without keys and queries, so that the ranks still
+  /// agree on the run; the results have no elements.
   void leave_out_sequences();
 
   DenseCopies copies_;

@@ -18,7 +18,7 @@
 namespace longspan::python {
 namespace {
 
-/// All that there are, so that they end before the interpreter does. Under the GIL.
+/// All communicators, so that they end before the interpreter does. Under the GIL.
 std::vector<Comm*>& all() {
   static auto* const comms = new std::vector<Comm*>;
   return *comms;
@@ -34,7 +34,7 @@ std::vector<Default>& defaults() {
   return *made;
 }
 
-/// Ctrl-C: Python's own handler runs now, and what it raises is raised by the call (errors.cpp).
+/// Ctrl-C: Python's own handler runs now, and the call raises its exception (errors.cpp).
 bool interrupted() {
   const nb::gil_scoped_acquire acquired;
   return PyErr_CheckSignals() != 0;
@@ -120,8 +120,8 @@ std::string mpi_library() {
   return text;
 }
 
-/// mpi4py may run on another MPI than this module, or on another copy of it, whose communicators
-/// mean nothing here.
+/// mpi4py may run on another MPI than this module, or on another copy of it: its communicators are
+/// then invalid here.
 void check_same_mpi(nb::handle mpi) {
   std::string theirs = nb::cast<std::string>(nb::object(mpi.attr("Get_library_version")()));
   std::string ours = mpi_library();
@@ -224,7 +224,7 @@ void Comm::forked() {
   mutex_ = std::make_shared<std::mutex>();
   if (!world_) return;
   const bool is_alone = world_->size() == 1 && world_->device() == Device::host;
-  static_cast<void>(new Communicator(*world_));  // its end is the parent's
+  static_cast<void>(new Communicator(*world_));  // the parent ends it
   world_.reset();
   gone_ = "it was made before a fork; make one in the new process";
   if (is_alone) world_.emplace(self());

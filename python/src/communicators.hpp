@@ -1,7 +1,7 @@
 // Python's Communicator: a communicator with the layers that attend() keeps for it.
 //
-// One thread at a time uses a communicator (longspan/communicator.hpp): whoever works on it holds
-// lock(), which is taken without the GIL.
+// One thread at a time uses a communicator (longspan/communicator.hpp): a thread that works on it
+// holds lock(), which is taken without the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -27,7 +27,7 @@ class Comm {
   Comm(const Comm&) = delete;
   Comm& operator=(const Comm&) = delete;
 
-  /// UsageError where it has been closed, or came here by a fork.
+  /// UsageError where it is closed, or was inherited by a fork.
   const Communicator& world() const;
   Plans& plans() { return *plans_; }
 
@@ -43,7 +43,7 @@ class Comm {
 
   /// Ends its layers and leaves the communicator. A second call does nothing.
   void close();
-  /// In the child of a fork: the threads of layers are the parent's, and so are connections.
+  /// For the child of a fork: threads of layers, and connections, belong to the parent.
   void forked();
 
  private:
@@ -53,10 +53,10 @@ class Comm {
   std::shared_ptr<std::mutex> mutex_ = std::make_shared<std::mutex>();
 };
 
-/// What a call takes that is given none: this process alone, on the device of its arrays. Kept.
+/// The default of a call: this process alone, on the device of its arrays. Kept.
 nb::object default_comm(Device device, int gpu);
 
-/// `given`, or the default for `device`. TypeError for what is no Communicator.
+/// `given`, or the default for `device`. TypeError for anything but a Communicator.
 nb::object comm_or_default(nb::handle given, Device device, int gpu);
 Comm& comm_of(nb::handle given);
 

@@ -1,6 +1,6 @@
-// The memory layout of DLPack 1.x as far as it is read here, and of its exchange interface in C
-// (`type(t).__dlpack_c_exchange_api__`), by which PyTorch 2.10 and newer says in tens of
-// nanoseconds what a tensor is. The names and the order of the fields are the specification's.
+// The part of DLPack 1.x that is read here, and of its exchange interface in C
+// (`type(t).__dlpack_c_exchange_api__`). By that PyTorch 2.10 and newer describe a tensor within
+// tens of nanoseconds. The names and the order of the fields are the specification's.
 #pragma once
 
 #include <cstdint>

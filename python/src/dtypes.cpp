@@ -89,8 +89,8 @@ std::optional<DType> dtype_of_dlpack(dlpack::Type type) {
   return std::nullopt;
 }
 
-/// By the dtype object, so that a name is looked at once; the objects are kept, since their address
-/// is the key.
+/// By the dtype object, so that a name is parsed once; the objects are kept, since their address is
+/// the key.
 std::optional<DType> added_dtype(nb::handle array) {
   static auto* known =
       new std::vector<std::pair<PyObject*, std::optional<DType>>>;  // under the GIL

@@ -1,4 +1,4 @@
-// Types of elements: the library's, and what the buffer protocol, NumPy and DLPack call them.
+// Types of elements: the library's, and their names in the buffer protocol, NumPy and DLPack.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -13,12 +13,12 @@ namespace longspan::python {
 
 namespace nb = nanobind;
 
-/// As NumPy and torch call it: "bfloat16".
+/// The name in NumPy and torch: "bfloat16".
 const char* dtype_name(DType dtype);
-/// The other way, also of the dtypes of NumPy and torch. TypeError, InputError.
+/// The inverse, also for the dtypes of NumPy and torch. TypeError, InputError.
 DType dtype_of(nb::handle given, const char* name);
 
-/// Of a letter of the buffer protocol, of elements of `size` bytes in this machine's order.
+/// For a letter of the buffer protocol, with elements of `size` bytes in this machine's order.
 std::optional<DType> dtype_of_format(const char* format, Py_ssize_t size);
 std::optional<DType> dtype_of_dlpack(dlpack::Type type);
 /// The types of ml_dtypes, which have no letter in the buffer protocol.
@@ -26,9 +26,9 @@ std::optional<DType> added_dtype(nb::handle array);
 
 /// For messages: "float8_e4m3fnuz", "complex64".
 std::string type_text(dlpack::Type type);
-/// The same of an array of NumPy: "float32 in the other byte order".
+/// The same for an array of NumPy: "float32 in the other byte order".
 std::string numpy_type_text(nb::handle array);
-/// Throws InputError for elements of a type that there is no DType of.
+/// Throws InputError for elements of a type without a DType.
 [[noreturn]] void refuse_type(const char* argument, const std::string& found);
 
 }  // namespace longspan::python

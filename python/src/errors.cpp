@@ -45,7 +45,7 @@ nb::str python_text(std::string_view text) {
 
 void set_error(const Error& error, Function function) {
   if (PyErr_Occurred() != nullptr) return;
-  // What stands in the message of an error in Python's own code is raised as it is.
+  // An error of Python's own code is raised with its message unchanged.
   try {
     raise(error, function);
   } catch (nb::python_error& failed) {

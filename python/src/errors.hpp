@@ -1,5 +1,5 @@
-// Errors of the library as Python exceptions (longspan/_errors.py), in the names that arguments
-// have in Python: names.cpp has the one table of them.
+// Errors of the library as Python exceptions (longspan/_errors.py), with the Python names of
+// arguments: names.cpp has the one table of them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -15,19 +15,20 @@ namespace longspan::python {
 
 namespace nb = nanobind;
 
-/// From here on what the library throws reaches Python as its exceptions.
+/// From here on the library's errors reach Python as its exceptions.
 void translate_errors();
 
-/// Text of the library, the system or another rank as a str. Bytes that are no UTF-8 become U+FFFD.
+/// Text of the library, the system or another rank as a str. Bytes that are not UTF-8 become
+/// U+FFFD.
 nb::str python_text(std::string_view text);
 
-/// Sets the Python exception of `error`, unless one is set already (KeyboardInterrupt, by which the
-/// call ended). The names are those of `function`.
+/// Sets the Python exception of `error`, unless one is set already (a KeyboardInterrupt that ended
+/// the call). The names are those of `function`.
 void set_error(const Error& error, Function function);
-/// The same of a TypeError or ValueError of the binding.
+/// The same for a TypeError or ValueError of the binding.
 void set_error(const nb::builtin_exception& error, Function function);
 
-/// call(), whose errors speak of arguments as `function` names them.
+/// call(), whose errors name arguments as `function` does.
 template <class Call>
 auto in_words_of(Function function, const Call& call) {
   try {
@@ -59,7 +60,7 @@ void def_by_position(Scope& scope, const char* name, Result (Class::*function)(A
       },
       (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
 }
-/// The same of those that take their arguments as one tuple.
+/// The same for those that take their arguments as one tuple.
 template <class Scope>
 void def_by_position(Scope& scope, const char* name, nb::object (*function)(nb::args),
                      Function words) {

@@ -56,7 +56,7 @@ nb::bytes as_integers(const Tensor& t, DType wanted, const char* name) {
   const auto bytes = static_cast<Py_ssize_t>(static_cast<std::size_t>(t.size()) * size_of(wanted));
   const nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, bytes));
   if (!made.is_valid()) throw nb::python_error();
-  char* const memory = PyBytes_AsString(made.ptr());  // as aligned as an object behind its head
+  char* const memory = PyBytes_AsString(made.ptr());  // aligned as after an object header
   if (wanted == DType::int64) {
     auto* to = reinterpret_cast<std::int64_t*>(memory);
     for_each(t, [&](std::int64_t value) { *to++ = value; });

@@ -23,7 +23,7 @@ std::int64_t entry(const Tensor& t, std::int64_t i) {
                                  : static_cast<const std::int64_t*>(t.data)[i * t.stride[0]];
 }
 
-/// From entry i to the next, where a table ascends; at most what is far more than there can be.
+/// From entry i to the next, where a table ascends; capped far above any valid length.
 std::int64_t step(const Tensor& t, std::int64_t i) {
   constexpr std::int64_t kMost = std::int64_t{1} << 40;
   const std::int64_t from = std::clamp<std::int64_t>(entry(t, i), 0, kMost);
@@ -31,7 +31,7 @@ std::int64_t step(const Tensor& t, std::int64_t i) {
 }
 
 /// Rows that a rank has by a rule, of all sequences: `rows` are those of a packed batch, or of each
-/// sequence. No value where only a GPU can read how many they are, or only the rank itself knows.
+/// sequence. No value where only a GPU can read the number, or only the rank itself knows it.
 std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule, std::int64_t rows,
                                          int rank, int ranks) {
   const Tensor &starts = call.cu_seqlens_q.tensor(), &ends = call.query_table.tensor();
@@ -50,7 +50,7 @@ std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule,
   return held;
 }
 
-/// The most rows that a rank can have of sequences whose lengths only a GPU can read.
+/// The most rows that a rank can have where only a GPU can read the lengths.
 std::int64_t most_rows(const Call& call, const Sharding& rule, std::int64_t rows, int ranks) {
   const std::int64_t beyond_even = rule.layout == Layout::contiguous    ? 2 * kSegment
                                    : rule.layout == Layout::interleaved ? rule.block
@@ -65,7 +65,7 @@ std::string text_of(const Sharding& rule) {
   return made;
 }
 
-/// What a rank says where lengths are asked for.
+/// A rank's report where lengths are asked for.
 struct Said {
   std::array<std::int64_t, 4> numbers;  // own keys, own rows, whole_keys, whole_queries
   std::string keys, queries, contradiction;
@@ -95,7 +95,7 @@ struct Said {
   }
 };
 
-/// Throws what is wrong with what the ranks say, the same on every rank.
+/// Throws the error in the ranks' reports, the same on every rank.
 void check_said(const std::vector<Said>& all, int own) {
   for (std::size_t r = 0; r < all.size(); ++r)
     if (!all[r].contradiction.empty())
@@ -109,7 +109,7 @@ void check_said(const std::vector<Said>& all, int own) {
                          ". Give every rank the same");
 }
 
-/// One of the two arrays that ranks have parts of.
+/// One of the two arrays that are dealt out.
 struct Part {
   const char* array;  // "k"
   const char* what;   // "keys"
@@ -120,15 +120,15 @@ struct Part {
 constexpr Part kKeys{"k", "keys", "keys", "key_table", 0, 2};
 constexpr Part kRows{"q", "rows", "queries", "query_table", 1, 3};
 
-/// What there is to do about parts in rank order by another cut than the contiguous rule's.
+/// The advice for parts in rank order by another cut than the contiguous rule's.
 std::string other_ends(const Part& part, const std::string& ends) {
   return std::string(". The contiguous layout cuts at multiples of ") + std::to_string(kSegment) +
          ": longspan.shard does, or give " + part.argument + "='ranges' and " + part.table + "=" +
          ends;
 }
 
-/// Compares the ranks' parts with the rule; where they are in rank order by another cut, where each
-/// begins.
+/// Compares the ranks' parts with the rule; for parts in rank order by another cut, returns where
+/// each begins.
 std::vector<std::int64_t> ends_of(const std::vector<Said>& all, const Part& part,
                                   const Sharding& rule, std::int64_t total, bool any_parts) {
   for (std::size_t r = 0; r < all.size(); ++r) {
@@ -163,8 +163,8 @@ std::vector<std::int64_t> ends_of(const std::vector<Said>& all, const Part& part
                 : std::string(": longspan.shard(") + part.array + ", ...) cuts it so"));
 }
 
-/// Compares this rank's keys with the rule where the caller says how many there are: parts that
-/// cannot be those of the rule. Spare rows behind a rank's own keys are no fault.
+/// Compares this rank's keys with the rule where the caller gives their number: refuses parts that
+/// cannot follow the rule. Spare rows behind a rank's own keys are allowed.
 void check_own_part(const Call& call, const Sharding& rule, const Communicator& world) {
   if (world.size() == 1 || call.total_keys < 0 || call.cache_seqlens || call.k_new ||
       call.k.tensor().dims != 3 || rule.layout == Layout::ranges || rule.layout == Layout::listed)

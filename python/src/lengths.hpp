@@ -1,5 +1,5 @@
-// How many keys and query rows the sequences of a call have, on all ranks and on this one: what the
-// caller says, and what the ranks say of their parts where nobody does.
+// How many keys and query rows the sequences of a call have, on all ranks and on this one: from the
+// caller, or else from the ranks' reports of their parts.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,28 @@
 
 namespace longspan::python {
 
-/// Lengths of the whole sequences that nobody has given: what all ranks hold together.
+/// Lengths of the whole sequences that the call does not give: what all ranks hold together.
 struct Totals {
   std::int64_t keys = 0, queries = 0;
-  std::int64_t most_queries = 0;  // that a rank has: an upper bound, alike on all ranks
-  // [ranks + 1] where parts in rank order begin that are not those of the contiguous rule.
+  std::int64_t most_queries = 0;  // that a rank has: an upper bound, the same on all ranks
+  // [ranks + 1] where parts in rank order begin that differ from the contiguous rule.
   std::vector<std::int64_t> key_ends, query_ends;
 };
 
-/// Asks the other ranks where it must, which is collective. Parts of other lengths than their rule
-/// gives are an InputError on every rank, but for contiguous ones where `any_parts` allows it.
+/// Asks the other ranks where it must, which is collective. Parts whose lengths differ from their
+/// rule are an InputError on every rank, except contiguous ones where `any_parts` allows it.
 Totals totals_of(const Communicator& world, const Call& call, const Options& options,
                  bool any_parts);
 
-/// The numbers of query_table, -1 past them, as a layer for `entries` rows of one rank takes it.
-/// InputError for a table of other numbers than `rows`, and of numbers that no table has.
+/// The numbers of query_table, padded with -1 to the `entries` rows of one rank that a layer takes.
+/// InputError for a table of other numbers than `rows`, and for invalid numbers.
 std::vector<std::int64_t> listed_rows(const Call& call, std::int64_t rows, std::int64_t entries);
 
-/// The rows of the result that the rank gets of each sequence, of results by rows. InputError where
+/// The rows of each sequence's result that the rank gets, for results by rows. InputError where
 /// only a GPU can read it.
 std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator& world);
 
-/// Lengths into the arguments; arrays of them where a batch has none. `batch` of the sequences.
+/// Sets lengths in the arguments, and arrays of them where a batch has none. `batch`: sequences.
 void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
                  std::int64_t batch, Device device, UniformArrays& arrays);
 

@@ -1,5 +1,5 @@
-// The extension module longspan._core: thin functions that take every argument by position. What
-// users call, with names, defaults and documentation, is in python/longspan/*.py.
+// The extension module longspan._core: thin functions that take every argument by position. The
+// public functions, with names, defaults and documentation, are in python/longspan/*.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -65,7 +65,7 @@ nb::list strategy_names() {
 
 NB_MODULE(_core, m) {
   using namespace longspan::python;
-  nb::set_leak_warnings(false);  // what is kept for the next call is not lost
+  nb::set_leak_warnings(false);  // what is kept for the next call is not a leak
   translate_errors();
   bind_shards(m);
   bind_communicators(m);

@@ -1,7 +1,7 @@
 // The one table of names. An entry is a whole word of a message, which may have dots
-// ("dtypes.out"). A name that is also a word of English is marked: it is a name only where a
-// message speaks of the argument: at its start, as what differs between ranks, or as what another
-// overlaps.
+// ("dtypes.out"). A name that is also an English word is marked. It counts as a name only where a
+// message is about the argument: at its start, where it differs between ranks, or where another
+// argument overlaps it.
 #include "python/src/names.hpp"
 
 #include <cctype>
@@ -27,7 +27,7 @@ constexpr std::string_view kHowToGetCuda = LONGSPAN_WITHOUT_CUDA
 #endif
 
 constexpr Name kNames[] = {
-    // What one function calls otherwise than the rest stands ahead of what all do.
+    // Names of one function come before those of all functions.
     {attend, "dtypes.compute", "q.dtype"},
     {attend, "dtypes.query", "q.dtype"},
     {attend, "dtypes.kv", "k.dtype"},
@@ -97,7 +97,7 @@ constexpr Name kNames[] = {
     {any, "e4m3", "float8_e4m3fn"},
     {any, "e5m2", "float8_e5m2"},
 #if !defined(LONGSPAN_HAVE_CUDA)
-    // The library tells its builder how to get CUDA; a user of pip does it otherwise.
+    // The library's advice on getting CUDA is for CMake; users of pip do it in another way.
     {any, "configure with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
     {any, "rebuild with -DLONGSPAN_CUDA=ON", kHowToGetCuda},
     {any, "device host", "device 'cpu'"},
@@ -116,8 +116,8 @@ std::size_t word_length(std::string_view text) {
   return end;
 }
 
-/// The length of a quotation at the start of `rest`, which is a caller's own word and stays; 0
-/// where there is none, or where it is the name of what "differs between ranks".
+/// The length of a quotation at the start of `rest`: a caller's own word, which stays. 0 where
+/// there is none, or where it is the name of what "differs between ranks".
 std::size_t own_word_length(std::string_view rest, std::string_view ahead) {
   const char quote = rest[0];
   const bool opens = ahead.empty() || ahead.ends_with(' ') || ahead.ends_with('(');
@@ -127,7 +127,7 @@ std::size_t own_word_length(std::string_view rest, std::string_view ahead) {
   return end + 1;
 }
 
-/// The entry that `rest` begins with, where `is_subject` says that it speaks of an argument; null
+/// The entry that `rest` begins with, where `is_subject` means that it is about an argument; null
 /// where none does.
 const Name* entry_at(std::string_view rest, Function function, bool is_subject) {
   for (const Name& name : kNames) {
@@ -140,7 +140,7 @@ const Name* entry_at(std::string_view rest, Function function, bool is_subject) 
   return nullptr;
 }
 
-/// What Reshard says of a cache, whose old and new place have arrays of one name.
+/// Reshard's messages about a cache, whose old and new place have arrays of one name.
 std::string with_arrays_of(std::string_view message, bool is_target) {
   std::string made;
   if (message.starts_with("there is")) made = is_target ? "to_k and to_v: " : "k and v: ";
@@ -190,7 +190,7 @@ std::string with_python_names(const std::string& message, Function function) {
       rest.remove_prefix(length);
     }
   }
-  // Of what was not given there is a shape without dimensions.
+  // An argument that was not given has a shape without dimensions.
   constexpr std::string_view kMissing = " [] has no data";
   if (const std::size_t at = made.find(kMissing); at != std::string::npos)
     made.replace(at, kMissing.size(), " is None; an array is wanted");

@@ -1,4 +1,4 @@
-// What the Python functions call the arguments that the library names in its errors.
+// The Python names of the arguments that the library names in its errors.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace longspan::python {
 
-/// Whose names an error is to have: functions differ in what they call one thing.
+/// Whose names an error uses: functions name the same thing differently.
 enum class Function : std::uint8_t {
   any,
   attend,
@@ -19,8 +19,8 @@ enum class Function : std::uint8_t {
   reshard,
 };
 
-/// "kv_len[1] is -3" -> "cache_seqlens[1] is -3". What stands in quotes is a caller's own word and
-/// stays, but for the name of what differs between ranks.
+/// "kv_len[1] is -3" -> "cache_seqlens[1] is -3". Text in quotes is a caller's own word and stays,
+/// except the name of what differs between ranks.
 std::string with_python_names(const std::string& message, Function function = Function::any);
 
 }  // namespace longspan::python

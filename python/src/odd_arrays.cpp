@@ -10,7 +10,7 @@
 namespace longspan::python {
 namespace {
 
-/// What a question about a tensor answers; false where this version of torch does not know it.
+/// The result of a tensor's predicate; false where this version of torch lacks it.
 bool says_yes(nb::handle tensor, const char* question) {
   PyObject* const attribute = PyObject_GetAttrString(tensor.ptr(), question);
   if (attribute == nullptr) {
@@ -24,7 +24,7 @@ bool says_yes(nb::handle tensor, const char* question) {
   return yes;
 }
 
-/// The same of a function of a module.
+/// The same for a function of a module.
 bool says_yes(const char* module, const char* function, nb::handle tensor) {
   const nb::object loaded = module_if_loaded(module);
   if (!loaded.is_valid() || !nb::hasattr(loaded, function)) return false;
@@ -50,7 +50,7 @@ std::string class_name(nb::handle object) {
   return nb::cast<std::string>(nb::handle(Py_TYPE(object.ptr())).attr("__name__"));
 }
 
-/// Throws where a torch tensor is known to have no memory, or other memory than that of its values.
+/// Throws where a torch tensor has no memory, or memory that does not hold its values.
 void refuse_tensor(nb::handle tensor, const std::string& name) {
   if (says_yes("torch._C._functorch", "is_functorch_wrapped_tensor", tensor))
     throw Unsupported(name +
@@ -101,8 +101,8 @@ nb::handle interned(const char* name) {
 Kind::Odd oddness(nb::handle type) {
   if (derives(type, "numpy.ma", "MaskedArray")) return Kind::masked;
   if (!derives(type, "torch", "Tensor")) return Kind::plain;
-  // A class with a __torch_dispatch__ of its own gives its operators a meaning of their own: it
-  // wraps other tensors, is a fake of one, or has a mask.
+  // A class with its own __torch_dispatch__ redefines its operators: it wraps other tensors, is a
+  // fake of one, or has a mask.
   constexpr const char* kDispatch = "__torch_dispatch__";
   const nb::object tensor = module_if_loaded("torch").attr("Tensor");
   if (!nb::hasattr(tensor, kDispatch)) return Kind::plain;
@@ -127,13 +127,13 @@ void refuse_derivatives(nb::handle tensor, const char* name) {
   const nb::object asked = tensor.attr(requires_grad);
   if (asked.ptr() == Py_True &&
       nb::cast<bool>(module_if_loaded("torch").attr("is_grad_enabled")())) {
-    refuse_tensor(tensor, name);  // in a transform, which says so
+    refuse_tensor(tensor, name);  // in a transform, which reports it
     throw Unsupported(std::string(name) +
                       " requires grad, and there is no backward pass: longspan is for inference. "
                       "Call it under torch.no_grad(), or with " +
                       name + ".detach()");
   }
-  // Dual tensors are there inside of dual_level() alone, which counts its levels from 0 on.
+  // Dual tensors exist only inside dual_level(), which counts its levels from 0.
   static nb::handle forward;  // once it is loaded, it stays
   if (!forward.is_valid()) forward = module_if_loaded("torch.autograd.forward_ad").release();
   if (!forward.is_valid()) return;

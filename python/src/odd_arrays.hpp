@@ -1,6 +1,6 @@
-// Arrays whose memory does not hold what they stand for: lazily negated tensors, wrappers, masked
-// arrays, tensors of transforms ... Read as they lie they would give wrong results without a word,
-// so each is refused by name, with what to give in its place.
+// Arrays whose memory does not hold their values: lazily negated tensors, wrappers, masked arrays,
+// tensors of transforms ... Their memory would silently give wrong results, so each is refused by
+// name, with what to give in its place.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,14 +12,14 @@
 
 namespace longspan::python {
 
-/// A module that somebody else has imported; null where nobody has.
+/// A module that is already imported; null otherwise.
 nb::object module_if_loaded(const char* name);
 /// Whether `type` derives from `base` of a module that may not be loaded.
 bool derives(nb::handle type, const char* module, const char* base);
 /// An interned name: nanobind would make a new string for each look-up.
 nb::handle interned(const char* name);
 
-/// What is odd about all arrays of a type.
+/// The oddity of all arrays of a type.
 Kind::Odd oddness(nb::handle type);
 /// Throws InputError for an array of such a type.
 [[noreturn]] void refuse_odd(Kind::Odd odd, nb::handle array, const char* name);
@@ -27,15 +27,15 @@ Kind::Odd oddness(nb::handle type);
 /// Throws Unsupported for a tensor of torch whose derivative is asked for: one that requires grad,
 /// or a dual tensor of forward mode.
 void refuse_derivatives(nb::handle tensor, const char* name);
-/// Whether a tensor of torch stands for the negative of its memory. InputError where it does on a
-/// GPU, where no call makes a copy by itself.
+/// Whether a tensor of torch means the negative of its memory. InputError where it does on a GPU,
+/// where no call makes a copy by itself.
 bool is_negated(nb::handle tensor, const char* name);
 
-/// For an array that could not be read, with a Python error set: Ctrl-C and the like pass, any
-/// other error becomes what refuse_no_memory throws.
+/// For an array that could not be read, with a Python error set: Ctrl-C and the like pass; other
+/// errors become those of refuse_no_memory.
 [[noreturn]] void refuse_unreadable(nb::handle array, const char* name);
-/// Throws InputError that says why an array has no memory to read, or Unsupported in a transform of
-/// torch.func. `why` is what its library said.
+/// Throws InputError with the reason why an array has no memory to read, or Unsupported in a
+/// transform of torch.func. `why` is its library's reason.
 [[noreturn]] void refuse_no_memory(nb::handle array, const char* name, const std::string& why);
 
 /// "a device of kind 'metal'".

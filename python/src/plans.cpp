@@ -30,7 +30,7 @@ auto fields(const Options& o) {
                     fields(o.results.rows), o.invariant, o.exchange, o.ranks_per_node);
 }
 
-/// The entry that fits, or else a new one; it comes first, and the last of too many goes.
+/// The entry that fits, or else a new one. It moves to the front; the last of too many is dropped.
 template <class Entry, class Fits, class Make>
 Entry& kept(std::list<std::unique_ptr<Entry>>& entries, const Fits& fits, const Make& make) {
   for (auto entry = entries.begin(); entry != entries.end(); ++entry)

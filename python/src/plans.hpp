@@ -1,6 +1,6 @@
 // The layers that attend() has made for a communicator, and the merges of cross_rank_merge(), kept
-// for calls with the same options. Ranks make the same calls in the same order, so that they keep
-// and drop the same ones.
+// for calls with the same options. Ranks make the same calls in the same order, so they keep and
+// drop the same ones.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace longspan::python {
 
-/// Small arrays that a call leaves out where all sequences are alike: made once, on the device.
+/// Small arrays that a call omits where all sequences are the same: made once, on the device.
 class UniformArrays {
  public:
   /// [count] int32: 0, step, 2 step ...
@@ -70,7 +70,7 @@ class Plans {
 
 bool same(const Options& a, const Options& b);
 
-/// The least power of two that is at least n, so that sizes that grow find the layer of the last.
+/// The least power of two that is at least n, so that growing sizes find the same layer.
 std::int64_t rounded_up(std::int64_t n);
 
 }  // namespace longspan::python

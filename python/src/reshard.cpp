@@ -19,7 +19,7 @@
 namespace longspan::python {
 namespace {
 
-/// The starts of each sequence, [batch, ranks + 1], or flat those of one, as attend() takes them.
+/// The starts of each sequence, [batch, ranks + 1], flat for one sequence, as in attend().
 std::vector<std::int64_t> table_of(const Array& array, const char* name, std::size_t sequences) {
   const Tensor& t = array.tensor();
   if (!array || t.dims == 1) {
@@ -40,7 +40,7 @@ std::vector<std::int64_t> table_of(const Array& array, const char* name, std::si
   return values;
 }
 
-/// Those of one side: `count` ranks from `first` on, 0 for all that there are.
+/// The ranks of one side: `count` ranks from `first` on, 0 for all.
 CacheRanks cache_ranks(nb::handle keys, const char* keys_name, nb::handle first, nb::handle count,
                        const char* ranks_name, nb::handle table, const char* table_name,
                        std::size_t sequences) {

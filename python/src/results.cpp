@@ -85,7 +85,7 @@ bool makes_by_exchange(const Kind& kind) {
   return kind.api != nullptr && kind.api->allocate != nullptr && kind.api->object_of != nullptr;
 }
 
-/// Who makes an array of the kind of `like` of our memory.
+/// What makes an array of the kind of `like` from our memory.
 nb::object from_dlpack_of(nb::handle like) {
   if (nb::hasattr(like, "__array_namespace__"))
     return nb::object(like.attr("__array_namespace__")()).attr("from_dlpack");

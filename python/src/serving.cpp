@@ -26,8 +26,8 @@
 namespace longspan::python {
 namespace {
 
-/// The kernels of one device, and memory for the calls that need some, by stream: what is queued on
-/// a stream comes after what used the memory before.
+/// The kernels of one device, and scratch memory by stream: work that is queued on a stream comes
+/// after earlier uses of the memory.
 class Ops {
  public:
   Ops(Device device, int gpu) : device_(device), gpu_(gpu), ops_(device, 0, gpu) {}
@@ -108,7 +108,7 @@ Lse lse_view(const Tensor& t, bool heads_first) {
   return heads_first ? Lse::heads_tokens(t) : Lse::tokens_heads(t);
 }
 
-/// Every array on the GPU of the first.
+/// Checks that every array is on the GPU of the first.
 void check_same_gpu(std::initializer_list<std::pair<const Array*, const char*>> arrays) {
   const Array& first = *arrays.begin()->first;
   for (const auto& [array, name] : arrays)
@@ -118,7 +118,7 @@ void check_same_gpu(std::initializer_list<std::pair<const Array*, const char*>> 
                        std::to_string(first.gpu()));
 }
 
-/// Until the GPU has done what is queued on the stream.
+/// Waits for the work that is queued on the stream.
 void wait_for([[maybe_unused]] const Array& on, [[maybe_unused]] Stream stream) {
 #if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
   if (on.tensor().device != Device::cuda) return;
@@ -128,7 +128,7 @@ void wait_for([[maybe_unused]] const Array& on, [[maybe_unused]] Stream stream) 
 #endif
 }
 
-/// Waits where a result is made of our memory afterwards, and makes it.
+/// Makes the result; waits first where it is made from our memory.
 nb::object finished(Result& out, Result& lse, const Array& like, Stream stream, bool with_lse) {
   if (out.needs_wait() || lse.needs_wait()) wait_for(like, stream);
   nb::object made = out.finish();
@@ -185,7 +185,7 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
   return finished(out, lse, prefix, queue, true);
 }
 
-/// The same by FlashInfer's names.
+/// The same under FlashInfer's names.
 nb::object merge_state(nb::handle v_a, nb::handle s_a, nb::handle v_b, nb::handle s_b,
                        nb::handle base, nb::handle nan_is_empty, nb::handle given_out,
                        nb::handle given_lse, nb::handle stream) {
@@ -193,7 +193,7 @@ nb::object merge_state(nb::handle v_a, nb::handle s_a, nb::handle v_b, nb::handl
                            nb::none(), nb::none(), nb::none(), nb::none(), nan_is_empty, stream);
 }
 
-/// Parts in the first dimension, or in the second, as FlashInfer has them.
+/// Parts in the first dimension, or in the second, as in FlashInfer.
 Tensor parts_first(Tensor t) {
   if (t.dims < 2) return t;
   std::swap(t.shape[0], t.shape[1]);
@@ -235,7 +235,7 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
   return finished(out, lse, parts, queue, true);
 }
 
-/// Across the ranks of `comm`: a merge that is made at the first call, for as many tokens or fewer.
+/// Across the ranks of `comm`: the first call makes the merge, for up to as many tokens.
 nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_lse, nb::handle base,
                             nb::handle scatter_heads, nb::handle nan_is_empty,
                             nb::handle part_scale, nb::handle out_scale, nb::handle given_out,
@@ -290,7 +290,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
   return nb::make_tuple(out.finish(), lse.finish());
 }
 
-/// What both calls over a paged cache are told, by position, in this order.
+/// The arguments of both calls over a paged cache, by position, in this order.
 struct Paged {
   nb::handle q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
       window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
@@ -375,7 +375,7 @@ struct PagedCall {
     args.sinks = sinks.tensor();
     args.slopes = slopes.tensor();
     args.qq_bias = qq_bias.tensor();
-    // Of fp8 alone the result says which products there are.
+    // Only for fp8 the type of the result decides the products.
     if (is_fp8(rows.dtype))
       for (const Tensor* t : std::array<const Tensor*, 3>{&given_out.tensor(), &values, &keys})
         if (t->dims > 0 && is_float(t->dtype) && !is_fp8(t->dtype)) args.dtypes.compute = t->dtype;

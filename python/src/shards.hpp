@@ -10,8 +10,8 @@
 
 namespace longspan::python {
 
-/// The numbers of a table, none where it was not given. InputError for what is no vector of int64
-/// on processors.
+/// The numbers of a table; none where it was not given. InputError for anything but a vector of
+/// int64 on CPUs.
 std::vector<std::int64_t> values_of(const Array& array, const char* name);
 
 void bind_shards(nanobind::module_& m);

@@ -57,7 +57,7 @@ double real(nb::handle given, const char* name) {
 
 namespace {
 
-/// A number in fp32. One that is not 0 must not become 0 there, which would mean something else.
+/// A number in fp32. A number that is not 0 must not become 0 there, which has another meaning.
 float single(nb::handle given, const char* name) {
   const double value = real(given, name);
   const auto rounded = static_cast<float>(value);
@@ -78,7 +78,7 @@ std::optional<float> maybe_real(nb::handle given, const char* name) {
 
 std::string text(nb::handle given, const char* name) {
   if (!PyUnicode_Check(given.ptr())) wrong_type(given, name, "a str");
-  // What the system gave as bytes that are no text stands in a str as surrogates; so it goes back.
+  // Bytes from the system that are not text are surrogates in a str; this turns them back.
   const nb::object bytes =
       nb::steal(PyUnicode_AsEncodedString(given.ptr(), "utf-8", "surrogateescape"));
   if (!bytes.is_valid()) throw nb::python_error();

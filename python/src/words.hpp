@@ -1,5 +1,5 @@
-// Arguments that are no arrays. Each is a TypeError that names the argument where its Python type
-// is wrong.
+// Arguments that are not arrays. Each raises a TypeError that names the argument where its Python
+// type is wrong.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -24,15 +24,14 @@ namespace nb = nanobind;
 
 bool flag(nb::handle given, const char* name);
 std::int64_t integer(nb::handle given, const char* name);
-/// The number as an int of a size or a count. Throws InputError where it is none.
+/// The number as an int of a size or a count. Throws InputError where it is not one.
 int small(std::int64_t number, const char* name);
 std::optional<std::int64_t> maybe_integer(nb::handle given, const char* name);
 double real(nb::handle given, const char* name);
 std::optional<float> maybe_real(nb::handle given, const char* name);
 std::string text(nb::handle given, const char* name);
 
-/// (left, right) as flash-attention has them: keys on each side besides the query's own, -1 for no
-/// bound.
+/// (left, right) as in flash-attention: keys on each side besides the query's own, -1 for no bound.
 Mask mask_of(nb::handle causal, nb::handle window_size);
 
 /// "query" or "context".

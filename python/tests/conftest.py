@@ -10,10 +10,10 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import device
 
-# No constants of the user are read (tests/settings.cmake).
+# Settings of the user are not read (tests/settings.cmake).
 os.environ["XDG_CONFIG_HOME"] = os.devnull
 os.environ.pop("LONGSPAN_MACHINE", None)
-# Cases that failed are kept where what is built is, not among the sources.
+# Failed cases are kept in the build folder, not among the sources.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(pathlib.Path(__file__).parents[2] / "build" / "hypothesis"))
 device.take_device()
 # Draws are the same in every run, so that a change is to blame for what fails (tests/support/fresh_seed.hpp).
@@ -22,7 +22,7 @@ hypothesis.settings.register_profile("here", deadline=None, max_examples=80, der
 hypothesis.settings.load_profile("here")
 
 
-# The tiers of docs/contributing/testing.md. Who calls pytest by hand has those of CI.
+# The tiers of docs/contributing/testing.md. Without one, as when pytest is called by hand, CI's.
 LEFT_OUT = {"quick": ("more", "long"), "all": ("long",), "long": ()}[os.environ.get("LONGSPAN_TEST_TIER", "all")]
 
 
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_logreport(report):
-    """Names what fails at once: a run that is stopped prints no summary."""
+    """Prints failures at once: a run that is stopped prints no summary."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         why = getattr(report.longrepr, "reprcrash", None)
         print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s): {why.message if why else ''}"[:1000],

@@ -1,6 +1,6 @@
-"""Where tensors of PyTorch lie in the tests: LONGSPAN_TEST_DEVICE, "cpu" or "cuda". On GPUs every rank has its own,
-the ranks are those of NCCL, and a test of more ranks than there are GPUs is skipped. Else no process of the tests sees a
-GPU: longspan would compute there, and the tensors are elsewhere."""
+"""Where tensors of PyTorch lie in the tests: LONGSPAN_TEST_DEVICE, "cpu" or "cuda". On GPUs every rank has its own, the
+ranks are those of NCCL, and a test of more ranks than GPUs is skipped. On CPUs no process of the tests sees a GPU:
+longspan would compute there, while the tensors are elsewhere."""
 
 import os
 
@@ -19,14 +19,14 @@ def most_ranks():
 
 
 def tensor(values):
-    """A tensor there of an array of NumPy."""
+    """A tensor there from an array of NumPy."""
     import torch
 
     return torch.from_numpy(values).to(DEVICE)
 
 
 def take_device(rank=0):
-    """What torch makes without a device lies on this rank's from now on."""
+    """From now on torch creates tensors on this rank's device by default."""
     if DEVICE == "cpu":
         return
     import torch

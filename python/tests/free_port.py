@@ -6,7 +6,7 @@ import socket
 
 def free_port():
     """A port that was free a moment ago, and the next one with it, which longspan takes after MASTER_PORT.
-    It lies below the ports that Linux gives to connections, or one of those could take it meanwhile."""
+    It lies below the ports that Linux assigns to connections: one of those could be taken meanwhile."""
     while True:
         port = random.randrange(10000, 32000)
         try:

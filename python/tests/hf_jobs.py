@@ -1,4 +1,4 @@
-"""What tests/test_hf.py has its ranks do."""
+"""Jobs of the ranks of tests/test_hf.py."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def same_tokens(group, kind, tokens, block, chunk=None, batch=1):
     assert int(cache.get_seq_length()) == tokens - 1
     held = cache.comm.gather(b"%d" % cache._capacity)
     if tokens + NEW >= 2 * block * group.size():
-        assert max(map(int, held)) < 0.8 * tokens or group.size() == 1  # nobody holds all of it
+        assert max(map(int, held)) < 0.8 * tokens or group.size() == 1  # no rank holds all of it
     found, logits = generate(model, ids, past_key_values=cache)
     assert torch.equal(found, wanted), (found, wanted)
     torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
@@ -52,7 +52,7 @@ def without_prefill(group, kind):
 
 
 def a_talk(group, kind):
-    """Turn after turn in one cache; then again in it, from the beginning; and tokens taken back."""
+    """Several turns in one cache; then again in it, from the beginning; and tokens removed."""
     model = models.model(kind)
     cache = hf.ShardedCache(model, 300, group, block=4)
     for _ in range(2):
@@ -72,7 +72,7 @@ def a_talk(group, kind):
 
 
 def compiled_decode(group, kind, by_generate, compileable=True):
-    """Decode as one graph, which is made once. Returns the number of graphs."""
+    """Decode as one graph, compiled once. Returns the number of graphs."""
     torch._dynamo.reset()
     ids = models.prompt(40)
     wanted, right = reference(kind, ids)
@@ -106,7 +106,7 @@ def _compile_config(backend):
 
 
 def sampled(group, seeds):
-    """Ranks sample alike where they are seeded alike; else each is told."""
+    """Ranks with equal seeds sample the same tokens; with others each gets an error."""
     ids = models.prompt(20)
     model = models.model("llama")
     cache = hf.ShardedCache(model, 64, group, block=4)
@@ -128,7 +128,7 @@ def prompts_differ(group):
         return str(error)
 
 
-DIFFERENT = {  # what the ranks do differently before or in prefill: what each is told
+DIFFERENT = {  # what the ranks do differently before or in prefill: each one's error
     "input_ids": "input_ids differs between rank", "chunk": "chunk differs between rank", "crop": "tokens in the cache differs",
     "padding": "padding", "max_cache_len": "max_cache_len", "block": "block differs"}
 

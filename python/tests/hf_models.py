@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one for each thing that attention is told."""
+"""Tiny models with random weights, one for each option of attention."""
 
 import torch
 import transformers

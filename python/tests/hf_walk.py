@@ -3,7 +3,8 @@
     python3 python/tests/hf_walk.py [MODEL_TYPE ...]
 
 Each is tried on two ranks: without a cache, over transformers' own cache, and over a ShardedCache with and without
-prefill. The logits of what is not refused by name are those of the attention "eager"; anything else is a failure.
+prefill. A model that is not refused by name must have the logits of the attention "eager"; anything else is a
+failure.
 """
 
 import copy
@@ -43,7 +44,7 @@ SMALL = dict(
     mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_expand=2, mamba_n_groups=1, state_size=8,
     linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8, lru_width=32)
 
-# What a model wants besides.
+# Further arguments of a model.
 ALSO = {
     "openai-gpt": dict(n_embd=32, n_layer=2, n_head=4), "xlm": dict(emb_dim=32, n_layers=2, n_heads=4, n_words=61),
     "codegen": dict(rotary_dim=4), "gptj": dict(rotary_dim=4), "gpt_neo": dict(
@@ -59,7 +60,7 @@ ALSO = {
 
 
 def names():
-    """Models of text; those with pictures or sound have one of them as a part."""
+    """Models of text; models with pictures or sound contain one."""
     return sorted(kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
                   if all(part in ("attn_config", "ffn_config") for part in CONFIG_MAPPING[kind].sub_configs))
 
@@ -77,7 +78,7 @@ def _has(default, name):
     """Whether a config has that, and it may be set."""
     try:
         return hasattr(default, name) and not isinstance(getattr(type(default), name, None), property)
-    except Exception:  # as it says that layers have different ones
+    except Exception:  # how it means that layers have different ones
         return False
 
 
@@ -162,7 +163,7 @@ def tried(kind, group=None, **changed):
 
 
 def try_all(group, kinds):
-    """What tried() found of each, as lines."""
+    """The results of tried(), as lines."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     lines = []

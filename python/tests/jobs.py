@@ -1,4 +1,4 @@
-"""What tests/test_ranks.py has its ranks do."""
+"""Jobs of the ranks of tests/test_ranks.py."""
 
 import os
 
@@ -44,13 +44,13 @@ def grow(comm, prompt, steps):
 
 
 def listed(comm, q, k, v, tables):
-    """Every rank's own keys stand where its table says."""
+    """Every rank's own keys are at the positions of its table."""
     own = tables[comm.rank]
     return longspan.attend(q, k[own], v[own], comm=comm, keys="listed", key_table=own, total_keys=len(k))
 
 
 def reshard(comm, k, v, lengths, given):
-    """From the ranks' shards to pages of 4 keys on the last rank alone: these, and what travelled."""
+    """From the ranks' shards to pages of 4 keys on the last rank alone: the pages, and the bytes that travelled."""
     last, total = comm.size - 1, sum(lengths)
     rows = [longspan.Sharding(given["keys"]).shard(n, comm.rank, comm.size) for n in lengths]
     starts = np.cumsum([0, *lengths[:-1]])
@@ -75,7 +75,7 @@ def reshard(comm, k, v, lengths, given):
 
 
 def calls_in_order(comm, orders, q, k, v):
-    """This rank's order of calls, each of which all ranks have made before, so that all layers are there."""
+    """This rank's order of calls. All ranks have made each of them before, so all layers exist."""
     own_k, own_v = (longspan.shard(a, "striped", comm=comm) for a in (k, v))
     lse = np.zeros(q.shape[:2], np.float32)
     layers = [longspan.Attention(comm, heads=q.shape[1], head_dim=q.shape[2], dtype="float32",
@@ -104,7 +104,7 @@ def calls_in_order(comm, orders, q, k, v):
 
 
 def makes_another(comm, q, k, v):
-    """The last rank asks for a layer that nobody has made yet."""
+    """The last rank asks for a layer that no rank has made yet."""
     own_k, own_v = (longspan.shard(a, "striped", comm=comm) for a in (k, v))
     for softcap in (0.0, 3.0 if comm.rank == comm.size - 1 else 0.0):
         longspan.attend(q, own_k, own_v, comm=comm, keys="striped", total_keys=len(k), softcap=softcap)
@@ -140,7 +140,7 @@ def disagree(comm, q, k, v):
 
 
 def disagree_in_lengths(comm, q, k, v):
-    """Of a layer that is kept: a run is compared too."""
+    """With a layer that is kept: a run is compared too."""
     for rank_has in (0, comm.rank):
         longspan.attend(q, k, v, comm=comm, cache_seqlens=[2 + rank_has])
 
@@ -165,7 +165,7 @@ def attend_nothing(comm):
 
 
 def disagree_and_go_on(comm, q, k, v):
-    """What each of two calls raises."""
+    """The error of each of two calls."""
     answers = []
     for call in (lambda: disagree_in_lengths(comm, q, k, v), comm.barrier):
         try:
@@ -213,15 +213,15 @@ def wrong_exchange(comm, what):
 
 
 def interrupted(comm, who, q, k, v):
-    """Rank `who` waits for others that do not come, and Ctrl-C is pressed."""
+    """Rank `who` waits for ranks that do not come, until Ctrl-C is pressed."""
     import signal
     import threading
     import time
 
-    # A shell that starts tests in the background has them ignore Ctrl-C.
+    # Tests that a shell starts in the background ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if comm.rank != who:
-        time.sleep(10)  # longer than the other takes to be interrupted, on a busy machine too
+        time.sleep(10)  # longer than the other rank's interrupt takes, on a busy machine too
         try:
             comm.barrier("after it")
         except longspan.RankError as error:
@@ -236,7 +236,7 @@ def interrupted(comm, who, q, k, v):
 
 
 class Cut:
-    """A way to deal out tokens: the layout's name or rule, and what else a call is told of it."""
+    """A way to deal out tokens: the layout's name or rule, and the further arguments that it needs."""
 
     def __init__(self, rng, name, length, ranks):
         self.name, self.table, self.tables, self.own = name, None, None, None
@@ -267,7 +267,7 @@ CUTS = ("contiguous", "any", "zigzag", "striped", ("interleaved", 1), ("interlea
 
 
 def pairs(comm, seed, count, make=np.copy):
-    """Random cases in which a function takes what another one returned. `make`: NumPy array -> array."""
+    """Random cases in which a function takes the results of another. `make`: NumPy array -> array."""
     rng = np.random.default_rng(seed)  # the same on every rank
     for number in range(count):
         batch = int(rng.integers(0, 3))  # 0: three dimensions
@@ -356,7 +356,7 @@ def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
 
 
 def packed(comm, lengths, news, keys, queries, results, answers):
-    """Sequences one after the other, each of them dealt out by itself."""
+    """Sequences one after the other, each dealt out by itself."""
     rng = np.random.default_rng(7)
     q, k, v = (rng.standard_normal((sum(n), h, 16), dtype=np.float32) for n, h in ((news, 4), (lengths, 2), (lengths, 2)))
     starts, first = np.cumsum([0, *news]).astype(np.int32), np.cumsum([0, *lengths])
@@ -382,7 +382,7 @@ def packed(comm, lengths, news, keys, queries, results, answers):
 
 
 def contradicts(comm, what):
-    """A call that says something else than shard() did."""
+    """A call that contradicts shard()."""
     q = np.ones((4, 2, 16), np.float32)
     k = np.ones((40, 2, 16), np.float32)
     batch = np.ones((2, 40, 2, 16), np.float32)
@@ -399,7 +399,7 @@ def contradicts(comm, what):
         return longspan.attend(longspan.shard(q, "striped", comm=comm), zigzag, zigzag, **given, keys="zigzag")
     if what == "total":
         return longspan.attend(q, zigzag, zigzag, **given, keys="zigzag", total_keys=41)
-    if what == "another whole":  # on one rank; told on all
+    if what == "another whole":  # on one rank; reported on all
         k = longspan.shard(k if comm.rank else k[:20], "contiguous", comm=comm)
         return longspan.attend(q, k, k, **given)
     if what == "dimension":

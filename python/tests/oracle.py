@@ -1,10 +1,10 @@
-"""Attention in float64, written plainly: what the tests compare with."""
+"""Attention in float64, written plainly: the reference of the tests."""
 
 import numpy as np
 
 
 def host(a):
-    """What NumPy takes: a tensor may lie on a GPU, or have a type that NumPy has not."""
+    """An array for NumPy: a tensor may lie on a GPU, or have a type that NumPy lacks."""
     if not hasattr(a, "detach"):
         return np.asarray(a)
     a = a.detach().cpu()
@@ -56,7 +56,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     return out, lse
 
 
-# Of a result of order 1: one rounding to the type, and float32 within. They do not grow with ranks.
+# Error bounds for a result of order 1: one rounding to the type, and float32 within. Ranks add nothing.
 TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 

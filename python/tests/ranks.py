@@ -1,5 +1,5 @@
 """Processes that are ranks, and wait for jobs: a job is a function of a module, called on every rank
-with its communicator. They meet by from_exchange, over the pipes that jobs come by."""
+with its communicator. They meet by from_exchange, over the pipes that deliver jobs."""
 
 import multiprocessing
 import traceback
@@ -46,7 +46,7 @@ class Ranks:
         return results
 
     def values(self, job, *args, each=None):
-        """The same where nothing may go wrong."""
+        """The same; an error on any rank fails the test."""
         results = self(job, *args, each=each)
         for rank, (kind, value) in enumerate(results):
             assert kind == "value", f"rank {rank}: {value}"

@@ -1,5 +1,5 @@
-"""Kinds of arrays. Stand-ins speak the protocols of libraries; torch itself makes the tensors whose
-memory is not what they stand for."""
+"""Kinds of arrays. Stand-ins implement the protocols of libraries; torch itself makes the tensors
+whose memory does not hold their values."""
 
 import array
 import ctypes
@@ -60,7 +60,7 @@ def test_dlpack(rng, kind):
 @pytest.mark.parametrize("shape", [(1, 2, 16), (9, 1, 16), (1, 1, 16), (1, 9, 2, 16), (3, 1, 2, 16), (3, 9, 1, 16),
                                    (3, 0, 2, 16)])
 def test_an_extent_of_1_has_any_stride(rng, shape):
-    """Nothing steps over it, and libraries leave what they like there: torch calls all of these dense."""
+    """It is never stepped over, and libraries leave any stride there: torch calls all of these dense."""
     def odd(a):
         strides = [s if n > 1 else 4 * 77 for n, s in zip(a.shape, a.strides)]
         return np.lib.stride_tricks.as_strided(a, strides=strides)
@@ -112,7 +112,7 @@ NAMES = {pair: name for name, pair in CODES.items()}
 
 
 class Fast:
-    """An array whose type has the exchange interface in C, as torch's has."""
+    """An array whose type has the exchange interface in C, as torch's does."""
 
     made = {}
 
@@ -218,7 +218,7 @@ def test_nothing_is_copied_or_kept(rng):
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32])
 def test_integers_of_either_width(rng, dtype):
-    """torch and NumPy make int64 where nobody says otherwise."""
+    """torch and NumPy make int64 by default."""
     q, k, v = numbers(rng, (3, 2, 9, 4, 16))
     lengths = np.array([9, 5])
     right = longspan.attend(q[:, :3], k, v, cache_seqlens=[9, 5])
@@ -284,7 +284,7 @@ def test_a_batch_of_no_sequences():
     layer.append(k, v, k, v, cache_seqlens=none)
 
 
-# ---- memory that is not what an array stands for ------------------------------------------------
+# ---- memory that does not hold an array's values ------------------------------------------------
 
 def test_arrays_of_numpy_that_are_not_their_memory(rng):
     q, k, v = numbers(rng, (3, 9, 2, 16))
@@ -320,7 +320,7 @@ def test_a_negated_tensor_has_its_sign(rng):
 
 
 def odd_tensors(torch, x):
-    """By name: a tensor that stands for x, or for something else, and what is said of it."""
+    """By name: a tensor whose memory does not hold its values, and the error for it."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.masked import masked_tensor
 

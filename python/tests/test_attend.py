@@ -86,7 +86,7 @@ def test_batches_as_flash_attention_has_them(batch, tokens, more, causal, data):
 @pytest.mark.parametrize("how", ["tokens first", "heads first", "backwards", "every second", "wide rows", "alike"])
 @pytest.mark.parametrize("which", ["k", "v", "both"])
 def test_any_strides_of_a_batch(rng, how, which):
-    """They are read where they lie, or copied."""
+    """They are read in place, or copied."""
     def strange(a):
         if how == "tokens first":
             return a.transpose(1, 0, 2, 3).copy().transpose(1, 0, 2, 3)
@@ -97,7 +97,7 @@ def test_any_strides_of_a_batch(rng, how, which):
         if how == "every second":
             return np.repeat(a, 2, 3)[..., ::2]
         if how == "wide rows":
-            return np.repeat(a, 2, 1)[:, :-1:2]  # sequences are no whole number of keys apart
+            return np.repeat(a, 2, 1)[:, :-1:2]  # sequences are not a whole number of keys apart
         return np.broadcast_to(a[:1], a.shape)
 
     q, k, v = numbers(rng, (2, 5, 4, 32)), *numbers(rng, (2, 2, 9, 2, 32))
@@ -153,7 +153,7 @@ def test_one_of_several_ranks_that_is_given_no_comm(rng, monkeypatch):
 
 
 def test_results_by_rows_of_a_table(rng):
-    """On one rank; a table has as many entries as the rank has rows."""
+    """On one rank; a table has an entry for each row of the rank."""
     q, k, v = numbers(rng, (3, 9, 2, 16))
     right = attention(q, k, v)[0]
     for table in ([3, 0, 8], [], list(range(9)), [4, -1, -1]):
@@ -308,7 +308,7 @@ def test_a_layer(rng):
 
 
 def test_threads_take_turns(rng):
-    """The GIL is released while a call computes; a communicator serves one thread at a time."""
+    """A call releases the GIL while it computes; a communicator serves one thread at a time."""
     import concurrent.futures
 
     jobs = [(q, *numbers(rng, (2, 500, 2, 32))) for q in numbers(rng, (16, 30, 4, 32))]

@@ -1,5 +1,5 @@
-"""Bad input is a Python exception of the right type that names the argument, and nothing else
-happens: the process goes on, and right calls after it are right."""
+"""Bad input raises a Python exception of the right type that names the argument. It has no other
+effect: the process goes on, and valid calls after it give right results."""
 
 import inspect
 import os
@@ -35,7 +35,7 @@ def attend(q=Q, k=K, v=V, **options):
 
 
 CASES = {
-    # what is no array, or not the right one
+    # objects that are not arrays, or not the right ones
     "q a list": (lambda: attend([[1.0]]), TypeError, "q is of type 'list'"),
     "q None": (lambda: attend(None), TypeError, "q is None"),
     "k a string": (lambda: attend(k="keys"), TypeError, "k is of type 'str'"),
@@ -234,7 +234,7 @@ def test_moves_that_make_no_sense(given, error, says):
     assert reshard().kept == K.nbytes + V.nbytes
 
 
-# ---- errors speak of arguments as Python names them ---------------------------------------------
+# ---- errors use the Python names of arguments ---------------------------------------------
 
 HEADERS = pathlib.Path(__file__).parents[2] / "src/longspan"
 PUBLIC = [longspan.attend, longspan.Attention.__init__, longspan.Attention.__call__, longspan.Attention.append,
@@ -244,7 +244,7 @@ PUBLIC = [longspan.attend, longspan.Attention.__init__, longspan.Attention.__cal
 
 
 def names_of_the_library():
-    """Members of its structs that no Python function has as an argument, and what only C++ says."""
+    """Members of its structs that no Python function has as an argument, and words of C++ only."""
     python = {name for function in PUBLIC for name in inspect.signature(function).parameters}
     members = set()
     for header in ("options", "attention", "serving", "merge", "reshard"):
@@ -270,7 +270,7 @@ def small(*shape, dtype=np.float32):
 
 
 def good_calls():
-    """function, its arguments by name: each is right as it stands."""
+    """function, its arguments by name: each call is valid as it is."""
     out, lse = small(3, 4, 16), small(3, 4)
     pages = dict(k_cache=small(6, 4, 2, 16), v_cache=small(6, 4, 2, 16))
     paged = dict(q=small(3, 4, 16), **pages, block_table=np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -339,7 +339,7 @@ def test_errors_have_the_names_of_python():
                     assert_python_names(str(error))
                     refused += 1
         assert refused > 20, name
-    assert count_threads() < threads + 20  # none took 2^31 - 1 for a number of threads
+    assert count_threads() < threads + 20  # no machine accepts 2^31 - 1 threads
 
 
 @pytest.mark.parametrize("given, says", [
@@ -384,7 +384,7 @@ def test_cuda_where_there_is_none():
 
 
 def test_requires_grad():
-    """Without torch: a module of that name is all that is looked at."""
+    """Without torch: only a module of that name is looked at."""
     script = """
 import sys, types
 import numpy as np
@@ -412,7 +412,7 @@ print("then fine")
 
 
 def test_text_that_is_no_utf_8():
-    """What the system holds in other bytes is shown with marks in their place."""
+    """Bytes of the system that are not UTF-8 are shown as marks."""
     script = """
 import longspan
 print(ascii([row["value"] for row in longspan.environment() if row["name"] == "LONGSPAN_DEADLINE_S"]))

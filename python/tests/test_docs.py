@@ -1,4 +1,4 @@
-"""Examples in docstrings and in the documentation are run; stubs and __all__ are what there is."""
+"""Runs the examples of docstrings and documentation; compares stubs and __all__ with the module."""
 
 import ast
 import doctest
@@ -70,7 +70,7 @@ def test_stubs_are_what_there_is():
 
 
 def python_blocks(path):
-    """Blocks of a page that are to be run: ```python. Those that are cut from an example run there."""
+    """Blocks of a page that are to be run: ```python. Blocks cut from an example run there."""
     return re.findall(r"(?<!-->\n)```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -79,11 +79,11 @@ PAGES = [path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *sor
 
 
 def missing(block):
-    """What a block imports that is not here."""
+    """The imports of a block that are missing here."""
     for name in re.findall(r"^(?:import|from) ([\w.]+)", block, re.MULTILINE):
         try:
             found = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # of the package that it would be in
+        except ModuleNotFoundError:  # of the package that would contain it
             found = None
         if found is None or name == "longspan.torch" and not importlib.util.find_spec("torch"):
             return name
@@ -115,7 +115,7 @@ def test_pages_with_snippets_are_found():
 
 
 def test_importing_is_light():
-    """Neither torch nor NumPy nor typing is imported; CI's machine says how long it takes below."""
+    """Neither torch nor NumPy nor typing is imported; below is the time on CI's machine."""
     script = ("import sys, time; before = set(sys.modules); begin = time.perf_counter(); import longspan; "
               "print(time.perf_counter() - begin, *(set(sys.modules) - before))")
     times = []
@@ -128,7 +128,7 @@ def test_importing_is_light():
 
 
 def test_a_process_ends_cleanly():
-    """With communicators, layers and results alive at its end, whatever way it ends."""
+    """With communicators, layers and results alive at its end, however it ends."""
     script = ("import numpy as np, longspan; comm = longspan.alone(); q = np.ones((3, 2, 16), np.float32)\n"
               "layer = longspan.Attention(comm, heads=2, head_dim=16, dtype='float32', max_queries=4)\n"
               "kept = [layer(q, q, q), longspan.attend(q, q, q)]\n")

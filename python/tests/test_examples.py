@@ -1,4 +1,4 @@
-"""The examples in Python, run as their READMEs say: each checks its own result."""
+"""The examples in Python, run as in their READMEs: each checks its own result."""
 
 import importlib.util
 import os
@@ -36,7 +36,7 @@ def run(*command):
 
 
 def launched(example, ranks):
-    """By a launcher of our own, which sets what torchrun sets."""
+    """By a launcher of our own, which sets the variables of torchrun."""
     port = free_port()
     common = environment() | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                               "LONGSPAN_PORT": str(port)}
@@ -48,12 +48,12 @@ def launched(example, ranks):
 
 
 def check(lines, example, ranks):
-    """Every rank spoke, in the words of the README, which shows 4 ranks."""
+    """Every rank printed the lines of the README, which shows 4 ranks."""
     shown = re.search(r"It prints.*?```\n(.*?)```", (EXAMPLES / example / "README.md").read_text(), re.DOTALL)
     shown = shown[1].splitlines()
     assert len(shown) == 4 and len(lines) == ranks
     if ranks == 4:
-        # An error's last bits are the machine's, and what random numbers are is PyTorch's.
+        # The last bits of an error depend on the machine, and random numbers on the version of PyTorch.
         blank = re.compile(r"\d\.\de-\d\d|process: [\d ]*")
         assert sorted(blank.sub("", x) for x in lines) == sorted(blank.sub("", x) for x in shown)
     else:

@@ -121,7 +121,7 @@ def test_decode_of_fp8_is_fp8(rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_lses(rng, dtype):
-    """With as many tokens as heads, which no shape tells apart."""
+    """With as many tokens as heads, so that shapes do not tell them apart."""
     (a, b), (la, lb) = states(rng, 4, 4, 32)
     la, lb = (x.astype(DTYPES[dtype]) for x in (la, lb))
     right, right_lse = merged((a, b), (la, lb), base=2)

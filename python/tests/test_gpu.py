@@ -1,5 +1,5 @@
 """What only GPUs have: streams, graphs, arrays of other libraries there, arrays on two devices. The other tests with
-PyTorch run on GPUs too where LONGSPAN_TEST_DEVICE is "cuda"."""
+PyTorch run on GPUs too with LONGSPAN_TEST_DEVICE=cuda."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def name(dtype):
 
 
 def test_a_negated_tensor_is_refused():
-    """On processors it is copied."""
+    """On CPUs it is copied."""
     q, k, v = torch.randn(3, 9, 2, 64)
     with pytest.raises(longspan.InputError, match="k is a lazily negated view.*k.resolve_neg"):
         longspan.attend(q, torch._neg_view(k), v)
@@ -43,7 +43,7 @@ def test_attend(dtype, tokens, keys, dim):
 
 
 def test_the_current_stream(rng):
-    """A call waits for what stands in the stream, and is over when the stream is."""
+    """A call runs after earlier work of the stream, and ends with the stream."""
     right_q, k, v = torch.randn(3, 40, 2, 64)
     q = torch.full_like(right_q, torch.nan)
     longspan.attend(q, k, v)  # the layer is made
@@ -152,7 +152,7 @@ def test_two_devices_are_named():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="2 GPUs are wanted")
 def test_another_gpu_than_the_current():
-    """The work runs where the arrays lie, and the current GPU stays what it was."""
+    """The work runs on the GPU of the arrays, and the current GPU stays the same."""
     q, k, v = torch.randn(3, 9, 2, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0
     out = longspan.attend(q, k, v)

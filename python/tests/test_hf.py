@@ -1,4 +1,4 @@
-"""transformers: prompts that are prefilled in shards, and stock generate over the cache where it is."""
+"""transformers: prompts prefilled in shards, and stock generate over the sharded cache."""
 
 import concurrent.futures
 import contextlib
@@ -70,7 +70,7 @@ def check_steps(model, other, step):
 
 
 def test_generate_does_not_compile_by_itself(torch_ranks):
-    """On GPUs it would, for a cache that lets it, and nothing would look at single steps any more."""
+    """On GPUs it would, for a cache that allows it, and single steps would no longer be checked."""
     assert torch_ranks.values(2, jobs.compiled_decode, "llama", True, False) == [0, 0]
 
 
@@ -111,7 +111,7 @@ RIGHT, REFUSED, PARTS = ["right"] * 4, ["refused"] * 4, ["right"] * 2 + ["refuse
 @pytest.mark.parametrize("kind, wanted", [  # without a cache, over transformers' own, over a ShardedCache, with prefill
     ("qwen2", RIGHT), ("gpt2", RIGHT), ("gemma4_text", RIGHT),
     ("deepseek_v2", PARTS), ("deepseek_v3", PARTS), ("diffllama", PARTS),  # latent keys; values in two halves
-    ("bloom", REFUSED), ("mpt", REFUSED), ("xglm", REFUSED), ("gpt_neox_japanese", REFUSED),  # attention of their own
+    ("bloom", REFUSED), ("mpt", REFUSED), ("xglm", REFUSED), ("gpt_neox_japanese", REFUSED),  # their own attention
     ("roformer", REFUSED), ("rembert", REFUSED), ("megatron-bert", REFUSED), ("big_bird", REFUSED),
     ("roberta", RIGHT[:3] + REFUSED[:1]),  # positions do not begin at 0
     ("bart", RIGHT[:3] + REFUSED[:1]),  # no position_ids
@@ -124,7 +124,7 @@ def test_models_are_right_or_refused(kind, wanted):
 
 @torch.no_grad()
 def test_a_model_that_is_another_one_further_on():
-    """Compressed keys come in from 128 tokens on."""
+    """Compressed keys begin at 128 tokens."""
     model = walk.model("deepseek_v4")
     for tokens, wanted in (23, "right"), (150, "refused"):
         what, why = walk.outcome(lambda: walk.whole(walk.ours(model), tokens), walk.whole(model, tokens))
@@ -133,7 +133,7 @@ def test_a_model_that_is_another_one_further_on():
 
 @pytest.mark.parametrize("where", ["not given", "copied", "not both"])
 def test_keys_that_are_not_what_the_cache_returned(where):
-    """Of a module that does something else with them than to attend."""
+    """For a module that uses them otherwise than in attention."""
     cache, new = cached(), torch.randn(1, 2, 3, 8)
     keys, values = cache.update(new, new, 0)
     with pytest.raises(NotImplementedError, match="ShardedCache"):
@@ -169,7 +169,7 @@ PROMPT = models.prompt(20)
     torch.cat([PROMPT[:, :10], models.prompt(15, seed=5)], 1), torch.cat([PROMPT, models.prompt(15, seed=5)], 1),
     models.prompt(20, 2)], ids=["other", "other, shorter", "other, longer", "same", "part", "one", "begin", "longer", "batch"])
 def test_prefill_of_another_prompt(then, forgotten):
-    """What the cache holds then is that prompt, and only what is the same is kept."""
+    """Afterwards the cache holds that prompt; only the common beginning is kept."""
     cache = cached(64, block=4)
     hf.prefill(MODEL, PROMPT, cache)
     jobs.generate(MODEL, PROMPT, past_key_values=cache)
@@ -215,7 +215,7 @@ def test_copies_of_a_cache():
 @pytest.mark.parametrize("of_cache", [False, True])
 @torch.no_grad()
 def test_a_model_that_is_not_causal(of_cache):
-    """The mask says what is visible, whatever the layer says of itself."""
+    """The mask decides what is visible, whatever is_causal of the layer."""
     ids, logits = models.prompt(20), []
     for attention in "longspan", "eager":
         model = models.model("llama", attention)
@@ -362,7 +362,7 @@ def prefilled(ids=IDS):
 
 
 def test_assisted_generation():
-    """Tokens are guessed, and taken back."""
+    """Tokens are guessed, and removed."""
     wanted = jobs.reference("llama", models.prompt(20))[0]
     cache = hf.ShardedCache(MODEL, 64)
     found, _ = jobs.generate(MODEL, models.prompt(20), past_key_values=cache, prompt_lookup_num_tokens=2)

@@ -1,4 +1,4 @@
-"""Several ranks on processors: 2 and 3 processes that meet by from_exchange, and ranks of mpirun."""
+"""Several ranks on CPUs: 2 and 3 processes that meet by from_exchange, and ranks of mpirun."""
 
 import os
 import pathlib
@@ -53,7 +53,7 @@ def test_any_cut_is_exact(ranks, keys, queries, length, causal, window, dtype, s
 
 
 def test_what_a_function_returns_another_takes(ranks):
-    """All pairs: shard, attend, its parts, unshard, layers, appends, merges, moves; any cut and length."""
+    """All pairs of shard, attend, its parts, unshard, layers, appends, merges, moves; any cut and length."""
     assert ranks.values(jobs.pairs, 1000 + ranks.size, 40) == [40] * ranks.size
 
 
@@ -61,7 +61,7 @@ def test_what_a_function_returns_another_takes(ranks):
     (("striped",), None), (("zigzag",), None), (("contiguous",), None), (("interleaved", 2), None),
     (None, ("striped",)), (None, ("zigzag",)), (None, ("interleaved", 2))])
 def test_packed_sequences_of_dealt_out_rows(ranks, queries, results):
-    """A rank may have more rows of many short sequences than of one sequence of as many rows."""
+    """A rank may have more rows of many short sequences than of one sequence with as many rows."""
     for lengths, news in (([1, 2, 1], [1, 2, 1]), ([9, 0, 300, 5], [3, 0, 7, 5]), ([3] * 20, [1] * 20)):
         for answers in (True, False):
             ranks.values(jobs.packed, lengths, news, ("striped",), queries, results, answers)
@@ -132,7 +132,7 @@ def test_parts_of_the_result(ranks, rng, strategy, results):
 
 
 def test_two_levels(rng):
-    """Two nodes of two ranks, over TCP: heads inside of a node, another strategy between them."""
+    """Two nodes of two ranks, over TCP: heads inside a node, another strategy between them."""
     q, (k, v) = numbers(rng, (30, 6, 32)), numbers(rng, (2, 90, 2, 32))
     right = attention(q, k, v, causal=True)[0]
     made = Ranks(4)
@@ -236,7 +236,7 @@ def test_ranks_that_disagree(ranks, rng):
 
 @pytest.mark.parametrize("orders, says", [([0, 1], "causal"), ([2, 3], "layer"), ([4, 5], "nan_is_empty")])
 def test_ranks_that_make_two_calls_in_different_orders(ranks, rng, orders, says):
-    """Also where all layers are there already, so that nothing is compared by making one."""
+    """Also where all layers exist already, so that making one compares nothing."""
     q, k, v = numbers(rng, (3, 4 * ranks.size, 2, 16))
     for kind, error in ranks(jobs.calls_in_order, [orders] * (ranks.size - 1) + [orders[::-1]], q, k, v):
         assert kind == "error" and isinstance(error, longspan.UsageError), error
@@ -340,8 +340,8 @@ def test_interrupted_while_it_waits(rng):
 
 @pytest.mark.parametrize("rank, listens", [(0, False), (1, False), (1, True)])
 def test_interrupted_while_it_meets(monkeypatch, rank, listens):
-    """Ctrl-C is heard while rank 0 waits for others, and while others look for it."""
-    listener = socket.create_server(("127.0.0.1", 0))  # takes connections, and says nothing
+    """Ctrl-C works while rank 0 waits for others, and while others look for it."""
+    listener = socket.create_server(("127.0.0.1", 0))  # accepts connections, and sends nothing
     port = listener.getsockname()[1] if listens else free_port()
     clear_launchers(monkeypatch)
     for name, value in dict(RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", LONGSPAN_PORT=port).items():
@@ -372,7 +372,7 @@ def clear_launchers(monkeypatch):
 
 
 def test_an_end_is_told_to_later_calls_as_such(rng):
-    """They do not have the argument that the first error names."""
+    """These do not have the argument that the first error names."""
     made = Ranks(2)
     for first, later in made.values(jobs.disagree_and_go_on, *numbers(rng, (3, 5, 2, 16))):
         assert first.startswith("'cache_seqlens' differs between ranks")
@@ -399,7 +399,7 @@ def test_from_exchange_names_what_is_wrong(args, error, says):
 
 
 def test_after_a_fork(rng):
-    """The threads of the parent's layers are not in the child; the child has its own."""
+    """The child does not have the threads of the parent's layers; it has its own."""
     q, k, v = numbers(rng, (3, 300, 4, 64))
     right = longspan.attend(q, k, v, causal=True)
     merged = longspan.merge_states(q[:, None], np.zeros((300, 1, 4), np.float32), base=2)[0]
@@ -442,7 +442,7 @@ print(f"rank {comm.rank} of {comm.size} is right\n", end="", flush=True)
 """
 
 
-# A process that a rank starts has the variables of its launcher, and one that it forks its memory too.
+# """A process that a rank starts inherits its launcher's variables; one that it forks also its memory.
 CHILDREN = r"""
 import os, subprocess, sys
 asks = "import longspan\ntry: longspan.from_environment()\nexcept longspan.UsageError as error: print(error)"

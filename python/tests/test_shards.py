@@ -1,4 +1,4 @@
-"""Every token is held once, arrays are cut and put together again."""
+"""One rank holds each token; arrays are cut and put together again."""
 
 import pickle
 
@@ -48,7 +48,7 @@ def test_any_cut():
 
 
 def test_parts_in_rank_order():
-    """Of any lengths, as attention takes them, and heads as it gives them."""
+    """Parts of any lengths, as attention takes them, and heads as it returns them."""
     whole = np.random.default_rng(0).standard_normal((10, 8, 2))
     for ends in ([0, 3, 10], [0, 0, 10], [0, 4, 4, 10], [0, 10]):
         parts = [whole[a:b] for a, b in zip(ends, ends[1:])]
@@ -71,7 +71,7 @@ def test_unshard_makes_a_new_array():
 
 
 def test_a_part_is_remembered():
-    """By its identity: what is made of it is an array like any other, and so is it."""
+    """By its identity: it and the arrays made from it are ordinary arrays."""
     whole = np.arange(40.0).reshape(20, 2)
     part = longspan.shard(whole, "zigzag", rank=1, ranks=3, dim=0)
     assert cut_of(part)[:5] == (longspan.Sharding("zigzag"), 1, 3, 20, 0)

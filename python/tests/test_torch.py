@@ -1,4 +1,4 @@
-"""Tensors of PyTorch on processors, where it is installed."""
+"""Tensors of PyTorch on CPUs, where it is installed."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 @pytest.mark.parametrize("fast", [True, False])
 def test_tensors(dtype, fast, monkeypatch):
     kind = torch.Tensor
-    if not fast:  # as in PyTorch before 2.10: a type of its own, since what a type can do is kept
+    if not fast:  # as in PyTorch before 2.10: its own type, since the abilities of a type are kept
         kind = type("Plain", (torch.Tensor,), {"__dlpack_c_exchange_api__": None})
     q, k, v = (torch.randn(9, 2, 16).to(getattr(torch, dtype)).as_subclass(kind) for _ in range(3))
     out, lse = longspan.attend(q, k.transpose(0, 1).contiguous().transpose(0, 1), v, causal=True,

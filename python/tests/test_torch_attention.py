@@ -34,9 +34,9 @@ def cases(draw):
     case["heads"] = case["kv_heads"] * draw(st.integers(1, 3))
     case["tokens"] = draw(st.sampled_from([case["keys"], min(1, case["keys"]), case["keys"] // 2]))
     if case["queries"] != "as keys" and case["queries"] is not None:
-        case["queries"] = case["layout"]  # unshard of the layer knows one layout
+        case["queries"] = case["layout"]  # the layer's unshard supports one layout
     if case["queries"] is None and case["strategy"] == "gather-kv":
-        case["strategy"] = "auto"  # it wants max_seqlen_k, which whole rows have no use for
+        case["strategy"] = "auto"  # it needs max_seqlen_k, which has no use for whole rows
     return case
 
 
@@ -103,7 +103,7 @@ def test_communicators(torch_ranks):
 
 
 def test_communicators_are_let_go(torch_ranks):
-    """One that was given when nobody holds it, that of a process group when it is destroyed."""
+    """A given one when nobody holds it, that of a process group when the group is destroyed."""
     torch_ranks.values(2, jobs.let_go)
     torch_ranks.values(torch_ranks.size, jobs.destroyed)  # all have made as many groups then
 
@@ -113,7 +113,7 @@ def test_layers_are_copied_and_pickled(torch_ranks):
 
 
 def test_names_are_of_one_process():
-    """A graph or a layer that travels to another process finds the same ranks there, or none."""
+    """In another process a graph or a layer finds the same ranks, or none."""
     given = lt._groups.name_of(longspan.alone(), None, DEVICE)
     with pytest.raises(longspan.UsageError, match="no such communicator"):
         lt._groups.known(given)  # nobody holds it
@@ -176,7 +176,7 @@ def test_sinks_and_slopes():
 
 
 def test_broadcasting():
-    """One sequence for a batch, and one head for all, as torch does."""
+    """One sequence broadcasts to a batch, and one head to all, as in torch."""
     q, k = torch.randn(2, 4, 6, 16), torch.randn(2, 4, 6, 16)
     for a, b, c in [(q, k[:1], k[:1]), (q[:1], k, k), (q, k, k[:1]), (q, k[:, :1], k[:, :1]), (q[:, :1], k, k),
                     (q[0], k[0, :1], k[0, :1]), (q, k[:1, :1], k[:1, :1])]:
@@ -254,7 +254,7 @@ def test_a_rank_without_a_process_group(monkeypatch):
 
 
 def test_ranks_that_disagree(torch_ranks):
-    """Each is told at once what differs."""
+    """Each rank is told at once what differs."""
     for job, error, says in [(jobs.wrong_layout, "InputError", "k has 8 tokens on rank 0, of 11 on all ranks"),
                              (jobs.contiguous_cache, "UnsupportedError", "cut moves"),
                              (jobs.rows_differ, "InputError", r"q has [1, 2] rows on the ranks")]:
@@ -264,7 +264,7 @@ def test_ranks_that_disagree(torch_ranks):
 
 @pytest.mark.more
 def test_ranks_that_end():
-    """After these a communicator, or a rank, has ended: processes of their own."""
+    """After these a communicator, or a rank, has ended, so they have their own processes."""
     from torch_ranks import TorchRanks
 
     made = TorchRanks(4, deadline=4.0)

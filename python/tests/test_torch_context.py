@@ -1,4 +1,4 @@
-"""PyTorch's own tests of context parallelism, rewritten against longspan.torch, on gloo ranks: what
+"""PyTorch's own tests of context parallelism, rewritten for longspan.torch, on gloo ranks: what
 they do, and what they leave out or refuse."""
 
 import pytest
@@ -57,7 +57,7 @@ def test_query_and_key_of_different_lengths(torch_ranks, ranks, causal):
 
 
 def test_whatever_way_attention_is_reached(torch_ranks):
-    """By the operator, and by what was traced, exported or compiled before."""
+    """By the operator, and by functions traced, exported or compiled before."""
     torch_ranks.values(2, jobs.other_ways)
 
 
@@ -66,7 +66,7 @@ def test_sub_meshes(torch_ranks):
 
 
 def test_buffers_of_any_kind():
-    """In place, also of views of one memory, which nothing else of it feels."""
+    """In place, also for views of one memory, without an effect on the rest of it."""
     memory = torch.arange(40.0)
     first, second = memory[:20], memory[20:].view(4, 5)
     whole = memory.clone()
@@ -152,7 +152,7 @@ def test_what_would_attend_locally_is_refused():
 
 
 def test_every_attention_of_torch_is_known():
-    """What a new version of torch brings is found here: it attends, is refused, or is named as harmless."""
+    """Finds new operators of torch: each attends, is refused, or is listed as harmless."""
     from longspan.torch import _catch
 
     harmless = {"_fused_sdp_choice"}
@@ -167,14 +167,14 @@ def test_every_attention_of_torch_is_known():
 
 @torch.no_grad()
 def test_threads():
-    """A context is of the thread that enters, as torch.no_grad is."""
+    """A context holds for the thread that enters, as torch.no_grad does."""
     import threading
 
     q, numbers = torch.randn(1, 2, 4, 16), torch.zeros(4, 4)
     found = {}
 
     def attend(name, enters):
-        try:  # a mask of numbers is refused inside, and nowhere else
+        try:  # a mask of numbers is refused inside, and only there
             if enters:
                 inside(lambda f: f(q, q, q, numbers))
             else:

@@ -45,7 +45,7 @@ def test_opcheck(number):
     op, args, options = list(samples())[number]
     utils = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if args[1].element_size() == 1:
-        utils.remove("test_schema")  # it compares by products, which torch has none of in fp8
+        utils.remove("test_schema")  # it compares by products, which torch lacks in fp8
     torch.library.opcheck(op.default, args, options, test_utils=utils)
 
 
@@ -116,7 +116,7 @@ def test_requires_grad(what):
 
 
 def functions():
-    """Of [batch, heads, tokens, dim], each by another way."""
+    """Of [batch, heads, tokens, dim], each in another way."""
     layer = lt.ContextParallelAttention()
     yield lt.scaled_dot_product_attention
     yield layer
@@ -141,7 +141,7 @@ def test_derivatives_are_refused(number):
             ask()
     with pytest.raises(longspan.UnsupportedError, match="forward mode"), torch.autograd.forward_ad.dual_level():
         call(torch.autograd.forward_ad.make_dual(q, one), k, v)
-    # What no derivative is asked of is as without the transform.
+    # Tensors without a derivative work as without the transform.
     right = call(q, k, v)
     found, tangent = torch.func.jvp(lambda a: a + call(q, k, v).sum(), (q,), (one,))
     assert torch.equal(found, q + right.sum()) and torch.equal(tangent, one)
@@ -206,7 +206,7 @@ def views(batch, keys, heads, dim):
 
 @pytest.mark.parametrize("batch, keys", [(1, 1), (2, 1), (1, 5), (3, 4)])
 def test_every_stride(batch, keys):
-    """As torch takes them: pairs of unusual tensors."""
+    """As in torch: pairs of unusual tensors."""
     kinds = len(list(views(1, 1, 1, 8)))
     for i in range(kinds):
         for j in range(kinds):

@@ -1,4 +1,4 @@
-"""Annotations say what a function takes: every name in them is there, and none takes anything."""
+"""Annotations: every name in them exists, and none accepts everything."""
 
 import inspect
 import typing

@@ -36,7 +36,7 @@ def merged(outs, lses, base=np.e):
 
 
 def states(rng, tokens, heads, dim, parts=2, dtype="float32", empty=0.3):
-    """Parts of which some are empty, by either infinity, with NaN in them; also on all sides."""
+    """Parts, some of them empty by either infinity with NaN in them; also all of them."""
     outs = [numbers(rng, (tokens, heads, dim), dtype) for _ in range(parts)]
     lses = [3 * numbers(rng, (tokens, heads)) for _ in range(parts)]
     for out, lse in zip(outs, lses):
@@ -80,7 +80,7 @@ def test_merge_in_place_and_on_views(rng):
 
 
 def test_merge_in_place_of_the_suffix(rng):
-    """As vLLM's layers do, whose attention of the new tokens stands in the output already."""
+    """As vLLM's layers do: the output already holds the attention of the new tokens."""
     (a, b), (la, lb) = states(rng, 9, 4, 32)
     right, right_lse = merged((a, b), (la, lb))
     lb = lb.T.copy()
@@ -104,7 +104,7 @@ def test_merge_of_16_bit_lses(rng, dtype):
 
 
 def test_as_many_tokens_as_heads(rng):
-    """No shape tells how an lse lies: vLLM's are [heads, tokens], SGLang's [tokens, heads]."""
+    """Shapes do not tell the layout of an lse: vLLM's are [heads, tokens], SGLang's [tokens, heads]."""
     (a, b), (la, lb) = states(rng, 6, 6, 32)
     right = merged((a, b), (la, lb))[0]
     output = np.full_like(a, np.nan)
@@ -222,7 +222,7 @@ def test_unified_attention_as_vllm_calls_it(rng):
 @pytest.mark.parametrize("causal", [False, True, np.array([1, 0, 0, 1], np.int32), np.array([0, 0, 1, 1], np.int64)])
 @pytest.mark.parametrize("window", [(11, 0), (11, 11), (2, -1), (-1, 0), (-1, -1)])
 def test_unified_attention_windows(rng, causal, window):
-    """The left side alone says how wide a window is: it bounds the right one of what is not causal."""
+    """Only the left side sets the width of a window: it bounds the right side too where not causal."""
     rows, caches, table = paged(rng, LENGTHS)
     q = numbers(rng, (sum(NEW), 4, 32))
     out = np.full(q.shape, np.nan, np.float32)
@@ -313,7 +313,7 @@ def test_context_attention_fwd(rng, options, of_oracle):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("from_cache", [False, True])
 def test_context_attention_of_all_kinds(rng, options, of_oracle, causal, from_cache):
-    """Causal or not, the new keys beside the cache or in it; and rows that are left out, or past the end."""
+    """Causal or not, the new keys beside the cache or in it; and rows that are skipped, or past the end."""
     lengths = np.add(CACHED, MORE)
     rows, caches, table = paged(rng, lengths)
     q = numbers(rng, (14, 4, 32))
@@ -360,7 +360,7 @@ def test_context_attention_fp8(rng, name, dtype, as_bytes):
         both = [np.concatenate([old.astype(dtype).astype(np.float64) * s, new[own].astype(np.float64)])
                 for old, new, s in zip(rows[b], (k, v), (0.5, 2.0))]
         assert_close(o[own], attention(q[own], *both, causal=True)[0], "bfloat16")
-    assert np.isnan(o[11:].astype(np.float32)).all()  # a sequence of one token is left out
+    assert np.isnan(o[11:].astype(np.float32)).all()  # a sequence of one token is skipped
     small = np.zeros(q.shape, E4M3)
     context(rng, stored, table, q, k, v, small, name, scales, fp8_out_scale=np.array([0.02], np.float32))
     np.testing.assert_allclose(small[:11].astype(np.float64) * 0.02, o[:11].astype(np.float64), rtol=0.08,
@@ -391,10 +391,10 @@ def of_other_names(comm, outs, lses, lengths, starts):
 
 
 def try_other_names(rng, ranks):
-    """A rank that has no keys of a sequence counts for nothing there, whatever its lse, which may have 16 bits."""
+    """A rank without keys of a sequence counts for nothing there, whatever its lse, also of 16 bits."""
     outs, lses = states(rng, 8, 6, 32, dtype="bfloat16", empty=0)
     lses = [lse.astype(ml_dtypes.bfloat16) for lse in lses]
-    starts = np.array([0, 3, 3, 5, 6], np.int32)  # one sequence has no rows, and two rows no sequence
+    starts = np.array([0, 3, 3, 5, 6], np.int32)  # one sequence has no rows, and two rows have no sequence
     lengths = [np.array([7, 0, 0, 2], np.int32), np.array([4, 5, 6, 0], np.int64)]
     seen = [lse.astype(np.float32) for lse in lses]
     seen[0][3:5] = seen[1][5] = seen[0][6:] = seen[1][6:] = -np.inf
@@ -452,7 +452,7 @@ def attend(q=Q, k=CACHES[0], v=CACHES[1], out=Q, table=TABLE, lengths=LENGTHS, s
 
 
 def latent(k_descale, v_descale):
-    """Values that are the first columns of the keys, which are fp8."""
+    """Values that are the first columns of fp8 keys."""
     k, out = CACHES[0].astype(E4M3), np.full((16, 4, 16), np.nan, np.float32)
     attend(k=k, v=k[..., :16], out=out, descales=(None, k_descale, v_descale))
     return out
@@ -580,7 +580,7 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(m
 
 
 def with_junk(function, arguments):
-    """The function, of whose arguments some are junk; what it takes by position is in order."""
+    """The function with some invalid arguments; positional arguments are in order."""
     parameters = inspect.signature(function).parameters.values()
 
     @hypothesis.given(st.dictionaries(st.sampled_from([p.name for p in parameters]), JUNK, min_size=1, max_size=3))
@@ -647,7 +647,7 @@ def test_tensors(rng):
     caches = [tensor(c).to(torch.float8_e4m3fn) for c in caches]
     q = tensor(numbers(rng, (sum(NEW), 4, 32))).bfloat16()
     out = torch.full_like(q, torch.nan)
-    scale = torch.tensor(0.5).expand(4, 2)  # as vLLM's layers hand them over
+    scale = torch.tensor(0.5).expand(4, 2)  # as vLLM's layers pass them
     vllm.unified_attention(q, *caches, out, torch.tensor(STARTS, dtype=torch.int32), 7,
                            torch.tensor(LENGTHS, dtype=torch.int32), 90, 32 ** -0.5, True, (-1, -1),
                            tensor(table), 0, None, scale, scale, kv_quant_mode=1)

@@ -1,4 +1,4 @@
-"""What tests/test_torch_*.py have their ranks do. Every rank makes the same whole tensors of a seed."""
+"""Jobs of the ranks of tests/test_torch_*.py. Every rank makes the same whole tensors from a seed."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ sdpa_before = F.scaled_dot_product_attention  # a reference that was taken early
 
 
 def randn(seed, *shape, dtype="float32"):
-    """The same on every rank, wherever it lies."""
+    """The same on every rank, on any device."""
     made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return made.to(DEVICE, getattr(torch, dtype))
 
@@ -85,7 +85,7 @@ def ring_attention(group, causal, layout, compiled, rotate, tokens, kv_heads=4, 
 
 
 class Block(torch.nn.Module):
-    """A transformer's block with rotary positions, as PyTorch's ContextParallel tests have."""
+    """A transformer block with rotary positions, as in PyTorch's ContextParallel tests."""
 
     def __init__(self, heads=4, dim=16):
         super().__init__()
@@ -106,7 +106,7 @@ class Block(torch.nn.Module):
 
 
 def model_with_positions(group, tokens, compiled, layout):
-    """Inputs and tables of positions are buffers alike: test_context_parallel_shard, torchtitan."""
+    """Inputs and tables of positions are both buffers: test_context_parallel_shard, torchtitan."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(Block(), Block()).eval()
     x = randn(3, 2, tokens, 64)
@@ -271,7 +271,7 @@ def documents(group, layout, strategy):
 
 
 def contiguous_by_chunk(group, tokens):
-    """Parts in rank order by torch.chunk's cut, which is none of longspan's."""
+    """Parts in rank order by torch.chunk's cut, which differs from all of longspan's."""
     q, k, v = inputs(2, 2, 2, 2, tokens, tokens, 16)
     right, _ = wanted(q, k, v, causal=True)
     own = []
@@ -290,11 +290,11 @@ def pairs(group, seed, count):
 
 
 def contradicts(group, what):
-    """A call that says something else than shard() did."""
+    """A call that contradicts shard()."""
     q, k, v = inputs(3, 1, 2, 2, 40, 40, 16)
     comm = lt.communicator(group)
     own = [longspan.shard(t, "striped", comm=comm, dim=0 if what == "dimension" else 2) for t in (q, k, v)]
-    if what == "total":  # nobody asks the ranks, and torch.chunk cuts otherwise
+    if what == "total":  # the ranks are not asked, and torch.chunk cuts otherwise
         return lt.scaled_dot_product_attention(*(t.chunk(group.size(), 2)[group.rank()] for t in (q, k, v)),
                                                group=group, keys="contiguous", total_keys=40, total_queries=40)
     if what == "a layer":
@@ -306,7 +306,7 @@ def contradicts(group, what):
 
 @torch.no_grad()
 def other_ways(group):
-    """What reaches attention by other ways than torch.nn.functional, and was made before the context is open."""
+    """Attention that is called by other ways than torch.nn.functional, and was made before the context opens."""
     q, k, v = inputs(9, 1, 2, 2, 40, 40, 16)
     right, _ = wanted(q, k, v, causal=True)
 
@@ -328,11 +328,11 @@ def other_ways(group):
         with torch._C.DisableTorchFunction():
             close(lt.context_parallel_unshard(group, [ways[-1](*own)], [2])[0], right)
     assert not np.allclose(host(ways[0](*own)), host(longspan.shard(torch.from_numpy(right).to(own[0]), "zigzag",
-                           rank=group.rank(), ranks=group.size(), dim=2)), atol=1e-3)  # local once it is closed
+                           rank=group.rank(), ranks=group.size(), dim=2)), atol=1e-3)  # local after it is closed
 
 
 def sub_meshes(world):
-    """A mesh of two dimensions: each context parallel group by itself, at the same time."""
+    """A mesh of two dimensions: each context-parallel group by itself, at the same time."""
     mesh = dist.init_device_mesh(DEVICE, (2, world.size() // 2), mesh_dim_names=("dp", "cp"))
     try:
         lt.communicator(mesh)
@@ -375,7 +375,7 @@ def own_communicator(group):
     q, k, v = inputs(2, 1, 2, 2, 33, 33, 16)
     layer = lt.ContextParallelAttention(comm=comm)
     out = layer(*(layer.shard(t) for t in (q, k, v)))
-    if DEVICE != "cpu":  # without a group nobody gathers there
+    if DEVICE != "cpu":  # without a group nothing gathers there
         close(lt.context_parallel_unshard(group, [out], [2])[0], wanted(q, k, v)[0])
         error = raised(lambda: layer.unshard(out))
         assert error[0] == "UnsupportedError" and "needs the process group" in error[1]
@@ -386,7 +386,7 @@ def own_communicator(group):
 
 
 def let_go(group):
-    """A communicator that was given lives as long as somebody holds it: a caller, or a layer."""
+    """A communicator that was given lives as long as a caller or a layer holds it."""
     comm = longspan.from_exchange(group.rank(), group.size(), lt.communicator(group).gather, DEVICE)
     before, seen = set(lt._groups._known), weakref.ref(comm)
     q, k, v = inputs(2, 1, 2, 2, 33, 33, 16)
@@ -414,7 +414,7 @@ def let_go(group):
 
 
 def destroyed(group):
-    """Also where somebody still holds the group."""
+    """Also where the group is still held."""
     made = dist.new_group(range(group.size()), use_local_synchronization=True)
     comm = lt.communicator(made)
     seen = weakref.ref(comm)
@@ -429,7 +429,7 @@ def destroyed(group):
     made = dist.new_group(range(group.size()), use_local_synchronization=True)
     seen = weakref.ref(lt.communicator(made))
     dist.destroy_process_group(made)
-    lt._groups.name_of(longspan.alone(), None, DEVICE)  # who comes next looks after those before
+    lt._groups.name_of(longspan.alone(), None, DEVICE)  # the next call cleans up after earlier ones
     assert seen() is None
 
 
@@ -472,7 +472,7 @@ def contiguous_cache(group):
 
 
 def options_differ(group):
-    """What has ended is closed by its user, and the next call makes another."""
+    """The user closes a communicator that has ended, and the next call makes another."""
     t = randn(0, 1, 2, 4, 16)
     error = raised(lambda: lt.scaled_dot_product_attention(
         t, t, t, group=group, is_causal=group.rank() == 0, causal_alignment="lower_right"))
@@ -488,7 +488,7 @@ def rows_differ(group):
 
 
 def groups_differ(world, deadline):
-    """Ranks that mean different groups: nobody waits for ever."""
+    """Ranks that use different groups: none waits for ever."""
     mesh = dist.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
     mine = mesh["a"] if world.rank() == 0 else mesh["b"]
     return raised(lambda: lt.communicator(mine, deadline=deadline))

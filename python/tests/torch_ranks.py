@@ -1,5 +1,5 @@
 """Processes that are ranks of torch.distributed, and wait for jobs: a job is a function of a
-module, called on the first ranks with the process group of these. Whoever waits has a deadline."""
+module, called on the first ranks with the process group of these. Every wait has a deadline."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -56,7 +56,7 @@ class TorchRanks:
         return results
 
     def values(self, count, job, *args):
-        """The same where nothing may go wrong."""
+        """The same; an error on any rank fails the test."""
         results = self(count, job, *args)
         for rank, (kind, value) in enumerate(results):
             if kind == "error":
@@ -69,7 +69,7 @@ class TorchRanks:
             process.kill()
 
     def end(self):
-        """Exit codes: the processes end by themselves, whatever happened to them."""
+        """Exit codes: the processes end by themselves, after any failure."""
         for pipe in self.pipes:
             try:
                 pipe.send(None)

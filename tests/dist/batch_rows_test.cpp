@@ -1,4 +1,4 @@
-// Queries and results as models hold them, on every rank count: by gathered states, and on GPUs by
+// Queries and results in a model's layout, on every rank count: by gathered states, and on GPUs by
 // peer buffers.
 #include "tests/support/batch_rows_tests.hpp"
 

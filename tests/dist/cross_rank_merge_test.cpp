@@ -1,7 +1,7 @@
-// The merge across ranks on every rank count: whole and scattered, against float64, bit for bit
-// alike on all ranks, and scattered heads bit for bit those of the whole. Every rank knows all
-// parts, so that each can judge what it gets. What ranks give differently is an error on all of
-// them.
+// The merge across ranks on every rank count, whole and scattered: against float64, bit for bit the
+// same on all ranks, and scattered heads bit for bit those of the whole. Every rank knows all
+// parts, so that each can judge its result. Arguments that differ between ranks are an error on all
+// of them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -30,7 +30,7 @@ using tests::kNaN;
 using tests::OutputsCase;
 using tests::OutputsData;
 
-/// All parts, drawn alike on every rank. In ten sides `empty_in_ten` are empty, with payloads of
+/// All parts, drawn alike on every rank. Of ten sides `empty_in_ten` are empty, with payloads of
 /// NaN.
 OutputsData draw(const OutputsCase& c, std::uint64_t seed, int empty_in_ten) {
   std::mt19937 random(static_cast<std::uint32_t>(seed ^ seed >> 32));
@@ -51,7 +51,7 @@ OutputsData draw(const OutputsCase& c, std::uint64_t seed, int empty_in_ten) {
   return data;
 }
 
-/// How a rank lays out what it gets.
+/// A rank's layout of its result.
 struct Place {
   int gap = 0, offset = 0;  // elements
   bool in_place = false;    // where its part was
@@ -74,7 +74,7 @@ struct Merged {
   std::vector<std::byte> out;
   std::vector<float> lse;
 
-  /// All NaN have the same: which of them arithmetic makes is the processor's choice.
+  /// All NaN have the same bits: which NaN arithmetic makes depends on the CPU.
   std::string bits() const {
     std::string text(reinterpret_cast<const char*>(out.data()), out.size());
     text.append(reinterpret_cast<const char*>(lse.data()), lse.size() * sizeof(float));
@@ -103,7 +103,7 @@ Merged heads_of(const Merged& whole, const OutputsCase& c, int first, int count)
   return some;
 }
 
-/// This rank's run of `merge`. Results are poisoned first, and what lies between their rows must
+/// This rank's run of `merge`. Results are poisoned first, and the gaps between their rows must
 /// still be so afterwards.
 Merged run(CrossRankMerge& merge, const OutputsCase& c, const OutputsData& data,
            const Place& place) {
@@ -208,18 +208,18 @@ class CrossRankMergeTest : public ::testing::Test {
   const std::uint64_t seed = shared_seed(world);
   std::uint64_t drawn = 0;
 
-  /// Of as many parts as ranks, and with a number of heads that they can share.
+  /// As many parts as ranks, and a number of heads that they can share.
   OutputsCase of_ranks(OutputsCase c) const {
     c.parts = world.size();
     c.heads *= world.size();
-    // Scales of their own, of which OutputsCase asks for both or all.
+    // Separate scales; OutputsCase needs both or all.
     if (is_fp8(c.in))
       for (int p = 0; p < std::max(2, c.parts); ++p)
         c.part_scales.push_back(0.4f + 0.3f * static_cast<float>(p));
     return c;
   }
 
-  /// Both kinds of result. Ranks lay theirs out differently.
+  /// Both kinds of result. Ranks use different layouts.
   void expect_right_both_ways(const OutputsCase& c, const OutputsData& data) {
     std::ostringstream text;
     text << c << " ranks " << world.size() << " seed " << seed;
@@ -299,7 +299,7 @@ TEST_F(CrossRankMergeTest, EmptyRanks) {
     if (full < 0) {
       EXPECT_EQ(found.out, std::vector<std::byte>(found.out.size())) << "+0, all bits";
       EXPECT_EQ(found.lse, std::vector<float>(found.lse.size(), -kInf));
-    } else {  // what one rank has alone comes as it is
+    } else {  // what only one rank has is not changed
       EXPECT_EQ(found.out, std::vector<std::byte>(data.out.begin() + c.part_at(full),
                                                   data.out.begin() + c.part_at(full + 1)));
       EXPECT_EQ(found.lse, std::vector<float>(data.lse.begin() + full * c.rows(),
@@ -320,7 +320,7 @@ TEST_F(CrossRankMergeTest, NanStaysNanUnlessItIsSaidToBeEmpty) {
   }
 }
 
-/// Bits travel as they are: an infinity of e5m2 does not become its largest number on the way.
+/// Bits travel unchanged: an infinity of e5m2 does not become its largest number on the way.
 TEST_F(CrossRankMergeTest, InfinitiesTravel) {
   for (const DType in : {e5m2, fp16, fp32}) {
     OutputsCase c = of_ranks({.tokens = 2, .heads = 1, .dim = 16, .in = in, .out = fp32});
@@ -366,8 +366,7 @@ TEST_F(CrossRankMergeTest, InPlaceGivesTheSameBits) {
     }
 }
 
-/// One merge for runs of any size up to the one that it was made for: nothing of a run is seen by
-/// the next.
+/// One merge for runs of any size up to its limit: the next run sees nothing of a run.
 TEST_F(CrossRankMergeTest, RunsOfManySizes) {
   for (const bool scatter : {false, true}) {
     const OutputsCase most = of_ranks({.tokens = 12, .heads = 2, .in = e4m3, .out = bf16});
@@ -414,9 +413,9 @@ TEST_F(CrossRankMergeTest, BatchOfHeadsByTokens) {
   EXPECT_EQ(out_lse.values(), flat.lse);
 }
 
-// ---- what ranks must mean alike -----------------------------------------------------------------
+// ---- what ranks must agree on -----------------------------------------------------------------
 
-/// What a rank is told; empty when nobody complained.
+/// A rank's error; empty without one.
 std::string told(const std::function<void()>& work) {
   try {
     work();
@@ -462,7 +461,7 @@ TEST(CrossRankMergeAgreement, EveryOptionIsComparedOrMayDiffer) {
   }
 }
 
-/// A run that fits, and the memory behind it.
+/// A valid run, and the memory behind it.
 struct OneRun {
   static constexpr std::int64_t kTokens = 4;
   static constexpr int kDim = 16;
@@ -507,8 +506,8 @@ TEST(CrossRankMergeAgreement, EveryDifferenceOfARunIsAnErrorThatNamesIt) {
   struct Change {
     const char* says;
     std::function<void(OneRun&)> all, victim;
-    bool on_gpus = true;   // else the contents of an array alone differ
-    bool of_heads = true;  // of scattered heads too
+    bool on_gpus = true;   // otherwise only the contents of an array differ
+    bool of_heads = true;  // also with scattered heads
   };
   const auto nothing = [](OneRun&) {};
   const auto scaled = [](OneRun& r) { r.args.out_scale = Tensor(r.scale.data(), {1}, r.device); };
@@ -626,7 +625,7 @@ TEST(CrossRankMergeRefusals, OptionsThatMakeNoSense) {
           "give the most tokens of one run");
 }
 
-/// Each before anything is queued, on all ranks alike; then a run that fits still goes.
+/// Each before anything is queued, on all ranks alike; then a valid run still works.
 TEST(CrossRankMergeRefusals, TensorsThatDoNotFit) {
   const Communicator world = test_world();
   struct Change {

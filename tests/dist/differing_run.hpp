@@ -1,5 +1,5 @@
-// A run of one sequence for kernels that begin before all rows have come, of which one rank means
-// something else: every rank says so, and none waits for what will not come.
+// A run of one sequence for kernels that begin before all rows have come. One rank has other
+// arguments: every rank reports it, and none waits for data that will not come.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -18,7 +18,7 @@ inline void expect_what_differs_is_named(const char* strategy) {
   if (test_world().device() == Device::host) GTEST_SKIP() << "no kernel there begins early";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](std::int32_t rows, std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.heads = 8,
                            .kv_heads = 8,
                            .dim = 64,

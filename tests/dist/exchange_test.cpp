@@ -48,7 +48,7 @@ struct Case {
   bool sinks = false;
 };
 
-/// The NaN of ones alone: the word that cannot be sent as it is.
+/// The NaN of all ones: the one word that cannot be sent unchanged.
 float nan_of_ones() {
   const std::uint32_t bits = ~std::uint32_t{0};
   float value;
@@ -56,7 +56,7 @@ float nan_of_ones() {
   return value;
 }
 
-/// Every rank's states, the same on all ranks; one row in eight is empty and carries NaN, one in
+/// Every rank's states, the same on all ranks. One row in eight is empty and carries NaN, one in
 /// sixteen has a NaN in it.
 std::vector<std::byte> random_states(const Case& c, int ranks, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -78,7 +78,7 @@ class Exchange : public OnPeerBuffers {
  protected:
   static constexpr std::size_t kCanary = 256;
 
-  /// One problem on this GPU: all states, the own slot alone, and two results with canaries.
+  /// One problem on this GPU: all states, the own slot by itself, and two results with canaries.
   struct Memory {
     Buffer whole, own, sinks, out, lse, expected_out, expected_lse;
     std::size_t slot_bytes, out_bytes, lse_bytes;
@@ -220,7 +220,7 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   const Case c{64, 64, 128, DType::bf16, false, false};
   auto peer_buffers = open(*world_, c.rows, c.dim);
   ASSERT_TRUE(peer_buffers);
-  // Just before the wrap, as if so many exchanges had been done.
+  // Just before the wrap, as if that many exchanges had been done.
   const std::uint32_t start = ~std::uint32_t{0} - static_cast<std::uint32_t>(epochs / 2);
   const PeerView view = peer_buffers->view();
   ok(cudaMemcpy(view.epoch, &start, 4, cudaMemcpyHostToDevice));
@@ -247,9 +247,9 @@ TEST_F(Exchange, SoakWithDelaysAndAnEpochThatWraps) {
   EXPECT_TRUE(same(m));
 }
 
-/// A rank that is late once keeps the others waiting once: their waiting must not make them late,
-/// and then the first one, and so on. Without a producer, and with more rows than find a place at
-/// once. The late rank itself finds all words there, so that its time depends on no other host.
+/// A rank that is late once delays the others once: their wait must not make them late, and then
+/// the first one, and so on. Without a producer, and with more rows than fit at once. The late rank
+/// itself finds all words present, so that its time depends on no other host.
 TEST_F(Exchange, ALateRankIsWaitedForOnce) {
   if (kSimulated) GTEST_SKIP() << "it judges times";
   constexpr int kChain = 20;
@@ -294,7 +294,7 @@ TEST_F(Exchange, RanksThatMeanDifferentThingsAreReported) {
 }
 
 /// So many more rows that another variant takes them: neither side gets what it waits for, and both
-/// say why.
+/// report why.
 TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   const auto world =
       from_mpi(MPI_COMM_WORLD, {.device = Device::cuda, .deadline = std::chrono::seconds(4)});
@@ -309,7 +309,7 @@ TEST_F(Exchange, RanksThatTakeOtherVariantsAreReported) {
   ASSERT_TRUE(peer_buffers) << why;
   const Case c{world.rank() == 0 ? kFew : kMany, 64, kDim, DType::bf16, false, false};
   const Memory m = memory_of(c, 1);
-  // What ranks mean by an exchange, as a layer says it, holds the number of rows.
+  // A layer's digest of an exchange includes the number of rows.
   const auto hash = static_cast<std::uint64_t>(c.rows);
   kernels::cuda::exchange(
       {peer_buffers->view(), merge_of(c, m, false), kMany, hash, Push::automatic}, stream_);
@@ -348,7 +348,7 @@ TEST_F(Exchange, ARankThatDoesNotComeEndsTheWait) {
   }
 }
 
-/// Layers that end one rank after the other: memory is freed, and not before all have closed it.
+/// Layers that end one rank after the other: memory is freed only after all have closed it.
 TEST_F(Exchange, LayersThatEndLeaveNoMemory) {
   constexpr std::size_t kBuffer = std::size_t{64} << 20;
   const auto free_bytes = [] {

@@ -1,13 +1,14 @@
 // Ranks of which one fails on purpose: fault MODE DEVICE [EXCHANGE [graph]]. The victim is rank
-// size - 1. The others print what the communicator tells them, with the seconds since they began
-// the step at which it fails, and exit with the kind's status, as the command does.
+// size - 1. The others print the communicator's error, with the seconds since they began the
+// failing step, and exit with the kind's status, as the command does.
 //
-// Without EXCHANGE the step is a collective of the communicator; with "peer-buffers" or "gather" it
-// is a run of a layer whose states travel so, and with "graph" the replay of one. With "ring" it is
-// a run of ring-kv, in which the victim gets as far as the beginning of the second step, and with
-// "levels" one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first. With
-// "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go back,
-// and with "keys" one of gather-kv, in which the others attend already and wait for its keys there.
+// Without EXCHANGE the step is a collective of the communicator. With "peer-buffers" or "gather" it
+// is a run of a layer whose states travel that way, and with "graph" the replay of one. With "ring"
+// it is a run of ring-kv, in which the victim gets as far as the beginning of the second step. With
+// "levels" it is one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first.
+// With "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go
+// back. With "keys" it is one of gather-kv, in which the others attend already and wait for the
+// victim's keys.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -50,7 +51,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::size_t kBytes = 1 << 16;
 constexpr auto kMoment = std::chrono::milliseconds(500);  // in which every rank gets to its wait
 
-/// What was asked for on the command line.
+/// The options of the command line.
 struct Asked {
   std::string mode;
   Device device = Device::host;
@@ -153,7 +154,7 @@ class Drafts {
   bool graph_, warm_ = false;
 };
 
-/// A layer whose keys travel around the ranks, or whose rows go to those that have their heads.
+/// A layer whose keys travel around the ranks, or whose rows go to the ranks with their heads.
 class Ring {
  public:
   /// With several ranks in a node each has a head, and the nodes are the ring.
@@ -191,14 +192,14 @@ class Ring {
   Attention layer_;
 };
 
-/// Stops this rank until mpirun wakes it to end it. A rank that talks to mpirun then makes it hang
-/// now and then ("PMIX ERROR: UNREACHABLE", Open MPI 4.1), so this one ends.
+/// Stops this rank until mpirun wakes it to end it. A rank that communicates with mpirun then makes
+/// it hang now and then ("PMIX ERROR: UNREACHABLE", Open MPI 4.1), so this one ends.
 [[noreturn]] void stop() {
   std::raise(SIGSTOP);
   std::_Exit(0);
 }
 
-/// The victim's part in a run that it does take part in; false: it has none.
+/// The victim's part in a run that it takes part in; false: it has none.
 bool misbehave(const std::string& mode, Drafts& drafts) {
   if (mode == "differ") {
     drafts.run(Drafts::kTokens - 1);

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Starts ranks of which one fails, and judges what the others say and how the job ends.
+"""Starts ranks of which one fails, and judges the others' messages and the end of the job.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
                    [--exchange peer-buffers|gather|ring|levels|heads|keys [--graph]]
 
-The deadline of the ranks is short; that of this script is long, and passing it means a hang. With
---exchange the failure meets a run of a layer, without it a collective.
+The deadline of the ranks is short. That of this script is long, and passing it means a hang. With
+--exchange the failure occurs in a run of a layer, without it in a collective.
 """
 
 import argparse
@@ -20,9 +20,9 @@ LATE_S = 5 * DEADLINE_S  # the machine may have fewer cores than ranks, and othe
 HANG_S = 100
 SKIP = 77
 
-# Mode: exit status of the job, what every survivor must say, and how many must say it. mpirun ends
-# the job when the first rank fails, so a survivor may be ended before it can speak: "some" asks
-# for one at least; under --enable-recovery mpirun leaves them alone, and all must speak.
+# Mode: exit status of the job, what every survivor must print, and how many must print it. mpirun
+# ends the job when the first rank fails, so a survivor may be ended before it can print: "some"
+# requires at least one. Under --enable-recovery mpirun leaves them alone, and all must print it.
 MODES = {
     "stop": (7, r"SAW rank={victim} step=states kind=7: .*Rank {victim} did not come to 'states'"),
     "stop-ring": (7, r"SAW rank={victim} step=ring kind=7: .*Rank {victim} did not come to 'ring'"),
@@ -41,19 +41,19 @@ MODES = {
     "length": (None, None),
 }
 
-# What a run of the layer says instead. Who waits for a stream waits at 'attention'; the step of the
-# collective is known too where a watchdog looks.
+# The message of a run of the layer instead. A rank that waits for a stream waits at 'attention'; a
+# watchdog also knows the step of the collective.
 STEP = "(?:attention|gather of states)"
 LAYER = {
     "stop": (7, rf"SAW rank={{victim}} step={STEP} kind=7: Rank {{victim}} did not come to "
                 rf"'{STEP}' within the deadline of {DEADLINE_S} s"),
 }
-# Whoever waits for the victim's keys names the step: those that it did not send any more. Who waits for
-# a stream does so at 'attention'.
+# A rank that waits for the victim's keys names the step: keys that it did not send. A rank that waits
+# for a stream does so at 'attention'.
 RING_STEP = r"ring of keys, step (?:[23] of 3|1 of 1)"
 RING = rf"(?:{RING_STEP}|attention)"
-# Every rank says the same: the field, both values, and the ranks. The first of the two is the lowest
-# rank that has come to this run: one that is late has nothing to say of it yet.
+# Every rank reports the same: the field, both values, and the ranks. The first of the two is the
+# lowest rank that has come to this run: a late one is not known to it yet.
 DIFFERS = {
     "differ": r"ERR kind=2: ('rows of q' differs) between ranks at '{step}'(: rank [0-2] has 4, "
               r"rank {victim} has 3)",
@@ -63,7 +63,7 @@ DIFFERS = {
 
 
 def expected(options):
-    """Status of the job and what survivors say."""
+    """Status of the job and the survivors' messages."""
     status, pattern = MODES[options.mode]
     if options.exchange:
         status, pattern = LAYER.get(options.mode, (status, pattern))
@@ -80,19 +80,19 @@ def expected(options):
         step = r"(?:exchange of (?:(?:rows and keys|results) by heads|keys and values)|attention)"
         why = r"did not come to" if options.mode == "stop" else ""
         return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {why}"
-    if options.exchange == "levels":  # who waits for one that waits for the victim learns of it, too
+    if options.exchange == "levels":  # ranks that wait for the victim indirectly learn of it, too
         step = r"(?:exchange of (?:keys|values|queries|results)|ring of keys, step 1 of 1|attention)"
         why = r"did not come to" if options.mode == "stop" else ""
         return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} {why}"
     if options.recovery and options.mode in ("kill", "kill-late"):
-        # A rank may die behind its last word, so that the others see it at the next step only.
+        # A rank may die after its last word, so that the others see it only at the next step.
         steps = rf"(?:{STEP}|the end)" if options.exchange else "states"
         pattern = rf"SAW rank={{victim}} step={steps} kind=[67]: .*Rank {{victim}} "
     return status, pattern
 
 
 def processes(session):
-    """What the processes of a job that hangs are doing: a stopped one is T, a dead one Z."""
+    """The states of the processes of a job that hangs: a stopped one is T, a dead one Z."""
     try:
         return subprocess.run(["ps", "-s", str(session), "-o", "pid,ppid,stat,wchan:24,args"],
                               capture_output=True, text=True).stdout
@@ -110,7 +110,7 @@ def run(command, environment, again=True):
     except subprocess.TimeoutExpired:
         listed = processes(job.pid)
         print(listed)
-        # Ranks that have ended are not what hangs: mpirun, at times, sleeps through the end of one.
+        # Ended ranks do not hang: mpirun, at times, sleeps through the end of one.
         states = [line.split()[2][0] for line in listed.splitlines()[1:]
                   if line.split()[0] != str(job.pid)]
         if again and states and all(state == "Z" for state in states):
@@ -153,7 +153,7 @@ def main():
     if options.exchange:
         words += [options.exchange, "graph" if options.graph else "eager"]
     found, output = run([*command, options.program, *words], environment)
-    # Under --enable-recovery mpirun's own status is no rank's.
+    # Under --enable-recovery mpirun's own status is not a rank's.
     if found == SKIP or (found is not None and "Skipped: " in output):
         print(output)
         return SKIP

@@ -39,7 +39,7 @@ TEST(GatherKv, AgreesWithFloat64InEveryLayoutAndHasTheBitsOfOneProcess) {
         const Shard shard{layout, world.rank(), world.size(), length, block};
         const Result found = run(world, problem, shard, gathered_options(problem, world));
         expect_exact(problem, found, all_rows(problem));
-        // Alone nothing travels, and an interleaved shard has an order of its own.
+        // Alone nothing travels, and an interleaved shard has its own order.
         if (world.size() > 1) {
           EXPECT_EQ(found.out, single.out);
           EXPECT_EQ(found.lse, single.lse);
@@ -57,8 +57,8 @@ std::vector<std::int64_t> uneven_ranges(std::int64_t length, int ranks) {
   return table;
 }
 
-/// Every rank attends with its own rows of the queries alone: masks and biases go by where a row
-/// stands in the sequence, and not by its number on the rank.
+/// Every rank attends only with its own rows of the queries: masks and biases depend on a row's
+/// position in the sequence, not on its number on the rank.
 TEST(GatherKv, AttendsWithItsOwnRowsWhereTheyStand) {
   const Communicator world = test_world(), alone = self(world.device());
   const std::uint64_t seed = shared_seed(world);
@@ -89,7 +89,7 @@ TEST(GatherKv, AttendsWithItsOwnRowsWhereTheyStand) {
   }
 }
 
-/// Alone a rank has all rows of every sequence, also where its options say that rows are shared.
+/// Alone a rank has all rows of every sequence, also with options for shared rows.
 TEST(GatherKv, AloneItTakesBatchesOfSharedRows) {
   const Communicator alone = self(test_world().device());
   const Problem problem({.q_lens = {1, 0, 17, 40}, .kv_lens = {333, 50, 0, 40}},
@@ -107,8 +107,8 @@ bool reach_each_other(const Communicator& world) {
   return Attention(world, probe).exchange().has_peer_buffers();
 }
 
-/// Long queries, which GPUs begin with before all keys have come, and others, which they do not;
-/// those of the last travel in more than one piece on two ranks.
+/// Long queries, which GPUs begin with before all keys have come, and others, which they do not.
+/// Keys of the last ones travel in more than one piece on two ranks.
 std::vector<Shape> shapes_of_puts() {
   return {{.heads = 4,
            .kv_heads = 2,
@@ -137,8 +137,8 @@ std::vector<Shape> shapes_of_puts() {
            .mask = {.causal = true}}};
 }
 
-/// GPUs that reach each other put keys where they are attended to, and begin before all are there;
-/// elsewhere NCCL brings them: the same bits.
+/// GPUs that reach each other put keys where they are attended to, and begin before all have come;
+/// elsewhere NCCL sends them: the same bits.
 TEST(GatherKv, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
   if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
@@ -149,7 +149,7 @@ TEST(GatherKv, GivesTheSameBitsEveryWay) {
     const Problem problem(shape, seed);
     const std::int64_t length = shape.kv_lens[0];
     const int rank = world.rank(), ranks = world.size();
-    // Of three stretches for each rank, and of so many that NCCL brings them.
+    // With three stretches for each rank, and with so many that NCCL sends them.
     const std::int64_t block = length / (3 * ranks) + 1;
     for (const Shard& keys :
          {Shard::zigzag(length, rank, ranks), Shard::contiguous(length, rank, ranks),
@@ -178,8 +178,8 @@ TEST(GatherKv, GivesTheSameBitsEveryWay) {
   }
 }
 
-/// Keys and values side by side in one array are copied before they are sent; that copy has its own
-/// memory until the attention has ended, which reads own keys there.
+/// Keys and values side by side in one array are copied before they are sent. That copy has its own
+/// memory until the attention has ended, since it reads own keys there.
 TEST(GatherKv, TakesKeysAndValuesOfOneArray) {
   const Communicator world = test_world();
   const Device device = world.device();
@@ -228,8 +228,8 @@ TEST(GatherKv, TakesKeysAndValuesOfOneArray) {
   EXPECT_EQ(found, run(world, problem, own, options, rows).out);  // of keys that need no copy
 }
 
-/// One layer again and again, also out of a graph, with other keys: nothing of the run before is
-/// left in memory that the peers write, nor are its signals.
+/// One layer repeatedly, also as a graph, with other keys: nothing of an earlier run is left in
+/// memory that the peers write, nor its signals.
 TEST(GatherKv, RunsAgainWithOtherKeys) {
   const Communicator world = test_world();
   const std::uint64_t seed = shared_seed(world);
@@ -351,7 +351,7 @@ TEST(GatherKv, RefusesRunsByNameOnEveryRankAndGoesOn) {
 TEST(GatherKv, ComparesWhatRanksMean) {
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](Layout layout, std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.q_lens = {3}, .kv_lens = {keys}, .sinks = sinks}, shared_seed(world));
     Options options = gathered_options(problem, world);
     options.limits.max_kv_len = 200;
@@ -363,7 +363,8 @@ TEST(GatherKv, ComparesWhatRanksMean) {
     }
   };
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
-  // When the layer is made; in a run whose exchanges are alike; and where they have other lengths.
+  // When the layer is made; in a run whose exchanges are the same; and where they have other
+  // lengths.
   refused(last ? Layout::striped : Layout::contiguous, 100, false, "'keys' differs between ranks");
   refused(Layout::contiguous, 100, last, "'sinks' differs between ranks");
   refused(Layout::contiguous, last ? 99 : 100, false, "'total_keys' differs between ranks");

@@ -7,8 +7,8 @@
 
 namespace longspan::tests {
 
-/// Of at least as many heads as there are ranks: with kv heads for each, too few of them, and
-/// numbers that no number of ranks divides.
+/// With at least as many heads as ranks: with kv heads for each, too few of them, and numbers that
+/// no number of ranks divides.
 inline std::vector<Shape> shapes_of_heads() {
   return {
       {.heads = 8, .kv_heads = 8, .q_lens = {130}, .kv_lens = {700}, .mask = {.causal = true}},

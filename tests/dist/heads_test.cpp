@@ -60,7 +60,7 @@ TEST(Heads, GivesTheWholeResultToEveryRank) {
       const Shard keys{layout, world.rank(), world.size(), shape.kv_lens[0], 16};
       const Result found = run(world, problem, keys, options_of("heads", problem, world));
       expect_exact(problem, found, all_rows(problem));
-      if (world.size() == 1) continue;  // an interleaved share has an order of its own
+      if (world.size() == 1) continue;  // an interleaved share has its own order
       EXPECT_EQ(found.out, single.out);
       EXPECT_EQ(found.lse, single.lse);
     }
@@ -124,8 +124,8 @@ Options of_zigzag(const Problem& problem, const Communicator& world) {
 }
 
 /// Shapes of one sequence for kernels that begin before all rows and keys have come: several kv
-/// heads of a rank, and one, whose group ranks share; other keys than rows, and a window; no keys,
-/// and rows that see none.
+/// heads of a rank, and one whose group is shared by ranks; fewer or more keys than rows, and a
+/// window; no keys, and rows that see none.
 bool begins_early(const Shape& shape) { return shape.q_lens[0] > 300; }
 std::vector<Shape> shapes_that_begin_early(int ranks) {
   return {{.heads = 2 * ranks,
@@ -159,7 +159,7 @@ std::vector<Shape> shapes_that_begin_early(int ranks) {
            .mask = {.causal = true}}};
 }
 
-/// GPUs that reach each other put rows where they belong while they attend; elsewhere NCCL brings
+/// GPUs that reach each other put rows in their places while they attend; elsewhere NCCL sends
 /// them: the same bits.
 TEST(Heads, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
@@ -192,8 +192,8 @@ TEST(Heads, GivesTheSameBitsEveryWay) {
   }
 }
 
-/// By itself and out of a graph again and again, with other rows: nothing of the run before is left
-/// in memory that the peers write.
+/// Repeatedly, by itself and as a graph, with other rows: nothing of an earlier run is left in
+/// memory that the peers write.
 TEST(Heads, RunsAgainWithOtherRows) {
   const Communicator world = test_world();
   constexpr int kHeads = 8;
@@ -254,7 +254,7 @@ TEST(Heads, ReceivesWhatItsCostSays) {
     std::optional<Shard> queries, results;
     if (kind == 1) queries = striped;
     if (kind == 2) results = striped;
-    options.exchange = Exchange::gather;  // equal slots; what ranks put is what there is
+    options.exchange = Exchange::gather;  // equal slots; only the rows that ranks put
     run(world, problem, keys, options, queries, results);
     options.keys = {Layout::striped};
     if (kind == 1) options.queries = Sharding{Layout::striped};
@@ -293,7 +293,7 @@ TEST(Heads, ComparesWhatRanksMean) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](bool sharded, std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.heads = 8, .q_lens = {30}, .kv_lens = {keys}, .sinks = sinks},
                           shared_seed(world));
     std::optional<Shard> rows;

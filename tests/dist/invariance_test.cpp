@@ -1,12 +1,12 @@
-// The output bits of a sequence depend on the sequence alone: not on how many ranks hold its keys,
-// which other sequences are in the batch and in which order, what sizes the layer was made for, how
-// states travel, or whether the run is replayed out of a graph.
+// The output bits of a sequence depend only on the sequence: not on how many ranks hold its keys,
+// which other sequences are in the batch and in which order, the sizes of the layer, the way of
+// states, or whether the run is a replayed graph.
 //
-// A pool of random sequences is the subject. Each of them alone on one rank gives the bits that all
+// The tests use a pool of random sequences. Each of them alone on one rank gives the bits that all
 // batches drawn from the pool must repeat, on 1, 2, 4 ranks and on the whole world at once: the
 // first ranks of a world of 7 are worlds too. Shards that are not cuts of the fixed order's tree
 // (Shard::keeps_order), which those of 3 and 7 ranks never are, promise their bits for one number
-// of ranks only: there the sequence alone on the same ranks is what the batches are held to.
+// of ranks only: there batches are compared with the sequence alone on the same ranks.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
@@ -59,16 +59,16 @@ class FirstRanks {
   std::optional<Communicator> world_;
 };
 
-/// A batch out of the pool, and what else may not change a bit.
+/// A batch from the pool, and other settings that must not change a bit.
 struct Plan {
   std::vector<int> sequences;
-  std::int64_t spare = 0;  // by how much the layer is made for more than it is given
+  std::int64_t spare = 0;  // by how much the layer's limits exceed the batch
   bool unknown = false;    // lengths are not promised at all
   bool replays = false;
-  int threads = 1;  // on the host: they cut the work, which decides who folds what first
+  int threads = 1;  // on the host: they cut the work, which decides the order of folding
 };
 
-/// A pool and what is drawn from it.
+/// A pool and the draws from it.
 struct Subject {
   std::vector<ServingProblem> alone;  // each sequence of the pool
   std::vector<Plan> plans;
@@ -97,13 +97,14 @@ std::string bits_of(const ServingProblem& p, const ServingResult& result, int at
 Options options_for(const ServingProblem& p, const Plan& plan, Device device) {
   Options o = options_for(p);
   o.invariant = device == Device::cuda && p.max_q_len() > kShort;
-  // Without `invariant` auto may choose one for a sequence alone that folds in another order.
+  // Without `invariant` auto may choose, for a sequence alone, a strategy that folds in another
+  // order.
   if (!o.invariant) o.strategy = "gather-states";
   o.threads = plan.threads;
   o.limits.max_tokens += plan.spare;
   o.limits.max_batch += static_cast<int>(plan.spare);
   o.limits.max_kv_len = plan.unknown ? 0 : o.limits.max_kv_len + 100 * plan.spare;
-  // A bound past the short queries would ask for the kernels of long ones, which changes nothing.
+  // A bound past the short queries would select the kernels of long ones, which changes nothing.
   o.limits.max_query_len = plan.unknown ? 0 : o.limits.max_query_len + plan.spare;
   return o;
 }
@@ -218,7 +219,7 @@ bool Invariance::by_peer_buffers(const Communicator& world) {
 void Invariance::expect_bits(const Communicator& world, const ServingProblem& batch,
                              const Plan& plan, const Deal& deal,
                              const std::vector<std::string>& expected) {
-  // The ways that states travel between GPUs; where there are no peer buffers they are the same.
+  // The ways of states between GPUs; without peer buffers they are the same.
   std::vector<Exchange> exchanges{Exchange::automatic};
   if (world.device() == Device::cuda && world.size() > 1) {
     exchanges.push_back(Exchange::gather);

@@ -52,8 +52,8 @@ inline Options options_for(const Problem& problem, const Communicator& world) {
           .invariant = world.device() == Device::cuda};
 }
 
-/// One run of a fresh layer; outputs are poisoned with NaN bytes first. `rows` of the queries are
-/// this rank's own when they are sharded; or of the result alone, by `result_shard`.
+/// One run of a fresh layer; outputs are first poisoned with NaN bytes. `rows` of the queries are
+/// this rank's own when they are sharded; or only of the result, by `result_shard`.
 inline Result run(const Communicator& world, const Problem& problem, const Shard& shard,
                   Options options, std::optional<Shard> query_shard = std::nullopt,
                   std::optional<Shard> result_shard = std::nullopt) {
@@ -134,7 +134,7 @@ inline std::vector<std::int64_t> all_rows(const Problem& problem) {
   return rows;
 }
 
-/// Token of each of this rank's rows, sequence after sequence.
+/// The token of each of this rank's rows, sequence after sequence.
 inline std::vector<std::int64_t> own_rows(const Problem& problem, const Shard& shard) {
   std::vector<std::int64_t> rows;
   for (int b = 0; b < problem.batch(); ++b)
@@ -212,7 +212,7 @@ inline std::vector<Shape> shapes() {
   };
 }
 
-/// Those for which there is time, also where processors stand for GPUs.
+/// Those for which there is time, also where CPUs simulate GPUs.
 inline std::vector<Shape> in_time(std::vector<Shape> shapes) {
   if (kSimulated)
     std::erase_if(shapes, [](const Shape& s) {

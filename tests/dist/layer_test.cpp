@@ -66,7 +66,7 @@ TEST(Layer, TakesUnevenRangesAndListedPositions) {
   std::shuffle(order.begin(), order.end(), random);
   const std::int64_t first = cuts[world.rank()], count = cuts[world.rank() + 1] - first;
 
-  // The table lies where the kernels run; the host's copy cuts the data.
+  // The table is on the kernels' device; the host's copy cuts the data.
   const auto check = [&](Shard on_host, const std::vector<std::int64_t>& table) {
     const Buffer copy = to_device(world, table);
     on_host.table = table.data();

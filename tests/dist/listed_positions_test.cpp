@@ -1,7 +1,7 @@
-// Keys and query rows that are dealt out by listed tables: a position that two entries list, or
-// none, is an InputError on every rank, which names it and who lists it; nothing is written, and
-// the layer goes on. Every strategy that takes such tables is tried. On GPUs the tables are read
-// where check_arrays asks for it.
+// Keys and query rows that are dealt out by listed tables. A position that two entries list, or
+// none, is an InputError on every rank, with the position and the ranks that list it. Nothing is
+// written, and the layer goes on. Every strategy that supports such tables is tried. On GPUs the
+// tables are read only with check_arrays.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -38,7 +38,8 @@ Tables deal(std::int64_t length, int ranks, std::mt19937_64& random) {
   return tables;
 }
 
-/// What the error says of the first position that is not listed once; empty where there is none.
+/// The error's text for the first position that is not listed exactly once; empty where there is
+/// none.
 std::string first_wrong(const Tables& tables, std::int64_t length) {
   for (std::int64_t position = 0; position < length; ++position) {
     std::ostringstream text;
@@ -58,7 +59,7 @@ std::string first_wrong(const Tables& tables, std::int64_t length) {
   return "";
 }
 
-/// What is wrong with tables, and what makes them so.
+/// Defects of tables, and what makes them.
 struct Defect {
   const char* name;
   std::function<void(Tables&)> make;
@@ -87,7 +88,7 @@ const std::vector<Defect> kDefects{
     {"keys of three ranks overlap", [](Tables& t) { t[0].back() = t[1].back() = t[2].back(); }, 3},
 };
 
-/// A layer and what a run of it is given, but for the tables.
+/// A layer and the arguments of a run, except the tables.
 struct ListedRun {
   const Communicator& world;
   Options options;
@@ -95,7 +96,7 @@ struct ListedRun {
   std::vector<std::int64_t> rows;
   std::vector<std::int32_t> kv_len{kKeys};
   bool by_kv_len = false;
-  bool kernels_run = false;    // though something is wrong
+  bool kernels_run = false;    // in spite of a defect
   std::vector<Buffer> memory;  // on a GPU, of what a run is given
 
   ListedRun(const Communicator& communicator, const StrategyInfo& info, bool list_keys,
@@ -113,7 +114,7 @@ struct ListedRun {
     if (shard_rows) options.queries = Sharding{list_rows ? Layout::listed : Layout::striped};
   }
 
-  /// The values where the device reads them.
+  /// The values in memory of the device.
   template <class T>
   Tensor given(const std::vector<T>& values, std::initializer_list<std::int64_t> extents) {
     if (world.device() == Device::host) return Tensor(values.data(), extents);
@@ -122,7 +123,7 @@ struct ListedRun {
     return Tensor(static_cast<const T*>(memory.back().data()), extents, world.device());
   }
 
-  /// What the run throws; empty where it gives a result. Nothing is written where it throws.
+  /// The error of the run; empty where it gives a result. With an error nothing is written.
   std::string run(Attention& layer, const Tables& key_tables, const Tables& row_tables) {
     const auto own = static_cast<std::size_t>(world.rank());
     const Sharding dealt = options.queries.value_or(Sharding{});
@@ -233,7 +234,7 @@ TEST_F(ListedPositions, OfRowsBesideListedKeysAreEachOnes) {
   EXPECT_GE(try_all(true, true, true), least(2));
 }
 
-/// A length that is no length, in memory of a GPU, is what the check of arrays says it is.
+/// The check of arrays reports an invalid length in memory of a GPU.
 TEST_F(ListedPositions, OfNoLengthAreNotLookedFor) {
   if (world_.device() == Device::host) GTEST_SKIP() << "on processors it is seen ahead";
   const StrategyInfo& any = *std::find_if(
@@ -250,7 +251,7 @@ TEST_F(ListedPositions, OfNoLengthAreNotLookedFor) {
   }
 }
 
-/// A cache that grows and shrinks: what 0 ... length - 1 adds up to is kept from run to run.
+/// A cache that grows and shrinks: the sum of 0 ... length - 1 is kept from run to run.
 TEST_F(ListedPositions, OfOtherLengthsInOneLayer) {
   if (world_.device() != Device::host) GTEST_SKIP() << "what is kept is kept by the host";
   Attention layer(world_, {.head_dim = 8, .dtypes = {.compute = fp32}, .keys = {Layout::listed}});

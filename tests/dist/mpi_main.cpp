@@ -1,6 +1,6 @@
-// GoogleTest on many ranks: rank 0 prints, and at the end of each test every rank tells every other
-// what failed, so that a failure anywhere fails the test everywhere. The exchange is at the end of
-// the test, where every rank comes, and it has a deadline: a rank that does not come ends the job.
+// GoogleTest on many ranks: rank 0 prints. At the end of each test every rank tells every other its
+// failures, so that a failure anywhere fails the test everywhere. Every rank comes to that
+// exchange, which has a deadline: a rank that does not come ends the job.
 #include <gtest/gtest.h>
 #include <mpi.h>
 

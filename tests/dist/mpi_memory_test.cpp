@@ -1,6 +1,6 @@
-// Memory that MPI still reads or writes after a failure: it is not the caller's to lose. Each test
-// makes MPI go on with a message whose communicator has failed, after its memory is gone from the
-// address space; touching it would end the process.
+// Memory that MPI still reads or writes after a failure must not be freed with the caller's. Each
+// test makes MPI continue a message whose communicator has failed, after the caller's memory is
+// gone from the address space; touching it would end the process.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <mpi.h>
@@ -27,7 +27,7 @@ using ::testing::HasSubstr;
 constexpr std::size_t kBytes = 8 << 20;          // far more than MPI sends without asking
 constexpr std::size_t kMessageBytes = 40 << 20;  // so much that free() gives it back to the system
 
-/// Memory that is gone when it is given back.
+/// Memory that leaves the address space when freed.
 class Pages {
  public:
   explicit Pages(std::size_t bytes)
@@ -75,7 +75,7 @@ TEST(Memory, OfASendThatNobodyTookIsKept) {
     }  // all of it is gone
     MPI_Barrier(MPI_COMM_WORLD);
   } else {
-    // Takes part in the making of the transport and in nothing else until rank 0 has given up.
+    // Takes part only in the making of the transport until rank 0 has given up.
     auto mailbox = std::make_unique<comm::MpiMailbox>(duplicate);
     const auto control = comm::mail_control(std::move(mailbox), 60s);
     control->gather("", "find the machines");
@@ -84,7 +84,7 @@ TEST(Memory, OfASendThatNobodyTookIsKept) {
     MPI_Recv(got.data(), static_cast<int>(kBytes), MPI_BYTE, 0, comm::kDataTag, duplicate->get(),
              MPI_STATUS_IGNORE);
     EXPECT_EQ(std::count(got.begin(), got.end(), 0x5A), static_cast<long>(kBytes));
-    EXPECT_THROW(control->gather("", "after"), RankError);  // rank 0 has said why
+    EXPECT_THROW(control->gather("", "after"), RankError);  // rank 0 has sent the reason
   }
   progress();
 }
@@ -114,7 +114,7 @@ TEST(Memory, OfAReceiveThatDidNotBeginIsNotWritten) {
   }
   progress();
   if (request != MPI_REQUEST_NULL) {
-    new std::vector<char>(std::move(late));  // nobody takes it: it stays with MPI
+    new std::vector<char>(std::move(late));  // no receive: it stays with MPI
   }
 }
 
@@ -127,7 +127,7 @@ TEST(Memory, OfAMessageThatIsComingInIsKept) {
   if (rank == 0) {
     auto mailbox = std::make_unique<comm::MpiMailbox>(comm, kTag);
     MPI_Barrier(MPI_COMM_WORLD);
-    std::this_thread::sleep_for(50ms);  // the message is announced, and its sender looks away
+    std::this_thread::sleep_for(50ms);  // the message is announced, and its sender idle
     for (int look = 0; look < 10; ++look) mailbox->next();
     mailbox.reset();
     MPI_Barrier(MPI_COMM_WORLD);

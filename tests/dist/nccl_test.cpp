@@ -1,4 +1,4 @@
-// The collectives over NCCL, one GPU a rank: random bytes against what each rank computes itself,
+// The collectives over NCCL, one GPU a rank: random bytes against each rank's own computation,
 // graphs, from_nccl, and what is refused.
 #include <cuda_runtime_api.h>
 #include <gmock/gmock.h>
@@ -95,7 +95,7 @@ void check_collectives(const Communicator& world) {
   }
 }
 
-/// Values of order 1, the same on every rank that works them out.
+/// Values of order 1, the same on every rank that computes them.
 Bytes values_of(std::uint64_t seed, int rank, std::size_t count, DType dtype) {
   Bytes bytes(count * size_of(dtype));
   normal_values(seed, static_cast<std::uint32_t>(rank))
@@ -103,7 +103,7 @@ Bytes values_of(std::uint64_t seed, int rank, std::size_t count, DType dtype) {
   return bytes;
 }
 
-/// Against the sum in float64. NCCL rounds at every step, in an order of its own, and repeats it.
+/// Against the sum in float64. NCCL rounds at every step, in its own order, and repeats it.
 void check_sums(const Communicator& world) {
   const OwnStream own;
   const std::uint64_t seed = shared_seed(world);
@@ -141,15 +141,15 @@ void check_sums(const Communicator& world) {
 
 TEST(Nccl, SumsAreNearAndRepeatTheirBits) { check_sums(gpu_world()); }
 
-/// A kernel of its own would do for work of the caller's; a long copy does too.
+/// The caller's work could be a kernel; a long copy serves too.
 void compute_on(cudaStream_t stream, Buffer& scratch) {
   for (int i = 0; i < 4; ++i)
     ASSERT_EQ(cudaMemsetAsync(scratch.data(), i, scratch.bytes(), stream), cudaSuccess);
 }
 
-/// What is started follows what its stream has, and whoever waits follows it, though streams are
-/// asked in another order: what is sent is written on one stream right before the start, and what
-/// came is copied on another one right behind the wait.
+/// A transfer follows its stream, and a waiting stream follows the transfer, though waits come on
+/// streams in another order. Data to send are written on one stream right before the start, and
+/// received data are copied on another one right after the wait.
 void start_and_wait(const Communicator& world, std::uint64_t seed, cudaStream_t stream,
                     cudaStream_t other, const std::vector<Buffer>& filled,
                     std::vector<Buffer>& send, std::vector<Buffer>& got, std::vector<Buffer>& seen,
@@ -303,7 +303,7 @@ TEST(Nccl, ADroppedTransferIsMadeAllTheSame) {
   const OwnStream own;
   const std::uint64_t seed = shared_seed(world);
   const Buffer mine = on_gpu(message(seed, world.rank(), 0, 5000));
-  for (int turn = 0; turn < 20; ++turn) {  // more than there are events at first
+  for (int turn = 0; turn < 20; ++turn) {  // more than the events at first
     const Buffer got = poisoned(5000 * world.size());
     {
       const comm::Transfer dropped = comm::transport_of(world).start_all_gather(
@@ -333,7 +333,7 @@ TEST(Nccl, PartsHaveEveryCollectiveInterleavedWithTheWhole) {
   world.barrier("the whole lives on");
 }
 
-/// A rank of a part stays away: its streams come free, it is named with both numbers, and the whole
+/// A rank of a part stays away: the streams come free, it is named with both numbers, and the whole
 /// lives on.
 TEST(Nccl, AMissingRankOfAPartIsNamedAndTheWholeLivesOn) {
   const Communicator world = gpu_world(std::chrono::seconds(4));
@@ -392,7 +392,7 @@ TEST(Nccl, EveryCollectiveOverTheCallersCommunicator) {
         world.gather(std::string(static_cast<std::size_t>(rank) * 1000, 'x'), "test");
     for (int p = 0; p < size; ++p) EXPECT_EQ(texts[p].size(), static_cast<std::size_t>(p) * 1000);
     check_collectives(world);
-    const auto part = world.split(0, -rank);  // whose letters travel over NCCL too
+    const auto part = world.split(0, -rank);  // whose messages travel over NCCL too
     ASSERT_TRUE(part);
     check_collectives(*part);
     EXPECT_FALSE(world.split(-1));
@@ -452,7 +452,7 @@ TEST(Nccl, ManyInARowWithoutWaiting) {
     for (int p = 0; p < size; ++p) ASSERT_EQ(all[i * size + p], 1000003u * i + p);
 }
 
-/// A rank that stays away is named, the stream comes free, and every later call says the same.
+/// A rank that stays away is named, the stream comes free, and every later call throws the same.
 TEST(Nccl, TheMissingRankIsNamedAndTheStreamComesFree) {
   const Communicator world = gpu_world(std::chrono::seconds(4));
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
@@ -488,7 +488,7 @@ TEST(Nccl, TheMissingRankIsNamedAndTheStreamComesFree) {
   }
 }
 
-/// Nobody waits: the watchdog alone frees the stream, and the next call says why.
+/// Nothing waits: the watchdog alone frees the stream, and the next call reports why.
 TEST(Nccl, TheWatchdogFreesAStreamThatNobodyWaitsFor) {
   const Communicator world = gpu_world(std::chrono::seconds(4));
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";

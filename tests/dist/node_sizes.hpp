@@ -5,7 +5,7 @@
 
 namespace longspan::tests {
 
-/// How many neighbours a node may have, so that `ranks` ranks are several nodes of several ranks.
+/// The sizes of nodes with which `ranks` ranks are several nodes of several ranks.
 inline std::vector<int> node_sizes(int ranks) {
   std::vector<int> sizes;
   for (int n = 2; n < ranks; ++n)

@@ -1,4 +1,4 @@
-// What tests of the exchange between GPUs start with: ranks, a stream, peer buffers, replays of a
+// The start of tests of the exchange between GPUs: ranks, a stream, peer buffers, replays of a
 // graph.
 #pragma once
 
@@ -46,7 +46,7 @@ class OnPeerBuffers : public ::testing::Test {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
   }
 
-  /// Null, and why it is, on standard output, where these GPUs have no peer buffers.
+  /// Null, with the reason on standard output, where these GPUs have no peer buffers.
   std::unique_ptr<comm::PeerBuffers> open(const Communicator& world, std::int64_t rows, int dim) {
     std::string why;
     auto peer_buffers = comm::PeerBuffers::open(

@@ -1,6 +1,6 @@
 // States that are pushed by the kernel that folds them (an exchange as the epilogue of attention),
-// one GPU a rank: the bits of attention and exchange in kernels of their own, also where some ranks
-// take the one and some the other; replays with random delays, and the ends of waits.
+// one GPU a rank: the bits of attention and exchange in separate kernels, also where some ranks use
+// one way and some the other; replays with random delays, and the ends of waits.
 // LONGSPAN_SOAK=1000000 makes the soak long; LONGSPAN_TIME=1 prints what several GPUs add to the
 // step of one.
 #include <cuda_runtime_api.h>
@@ -179,8 +179,8 @@ class Step {
   AttendParams attend_;
 };
 
-/// Keys are split where there are not too many pieces for the places of the GPU: a simulated one
-/// has fewer multiprocessors (tests/dist/CMakeLists.txt).
+/// Keys are split where the GPU has room for the pieces: a simulated one has fewer multiprocessors
+/// (tests/dist/CMakeLists.txt).
 constexpr int kManyHeads = kSimulated ? 4 : 8;
 
 class PushTest : public OnPeerBuffers {
@@ -199,8 +199,8 @@ class PushTest : public OnPeerBuffers {
   void check(const Case& c, std::uint64_t seed);
 };
 
-/// In kernels of their own, then pushed, with many blocks and with few, and what the first left
-/// behind poisoned in between.
+/// In separate kernels, then pushed, with many blocks and with few, with the first results poisoned
+/// in between.
 void PushTest::check(const Case& c, std::uint64_t seed) {
   Step step = step_of(c, seed);
   auto peer_buffers = open(*world_, step.rows(), c.dim);
@@ -229,7 +229,7 @@ void PushTest::check(const Case& c, std::uint64_t seed) {
   }
 }
 
-/// By size, states that attention pushes take one trip where kernels of their own take two.
+/// By size, states that attention pushes take one trip where separate kernels take two.
 TEST_F(PushTest, OneTripForLonger) {
   Case c{.q_lens = std::vector<std::int32_t>(16, 1),
          .kv_lens = std::vector<std::int32_t>(16, (kSimulated ? 1024 : 4096) * world_->size()),
@@ -272,7 +272,7 @@ TEST_F(PushTest, BitsInBatches) {
       // No keys at all, none on most ranks, more queries than keys.
       {.q_lens = {1, 2, 5, 1, 3}, .kv_lens = {5000, 0, 1, 700, 2}},
       {.q_lens = {4, 1}, .kv_lens = {130, 3000}, .heads = 6, .kv_heads = 2, .sinks = true},
-      // Rows of q that no sequence has; with so many, parts are laid out by sequence.
+      // Rows of q that no sequence has; with this many, parts are laid out by sequence.
       {.q_lens = {1, 3}, .kv_lens = {4000, 900}, .tokens = 9},
       {.q_lens = {1, 3, 16},
        .kv_lens = {400, 3000, 20},
@@ -303,7 +303,7 @@ TEST_F(PushTest, BitsInBatches) {
     }
 }
 
-/// What other steps take stays with them, and nothing is queued for it.
+/// Other steps keep their own way, and nothing is queued for this one.
 TEST_F(PushTest, LeavesTheRestToOtherKernels) {
   const Case c{.kv_lens = {3000}};
   Step step = step_of(c, 1);
@@ -334,8 +334,8 @@ TEST_F(PushTest, LeavesTheRestToOtherKernels) {
   }
 }
 
-/// Ranks take the one and the other in turn, no two neighbours the same; two steps with other
-/// queries, so that a word that an earlier exchange left would be a wrong one. The epoch wraps.
+/// Ranks use both ways in turn, no two neighbours the same; two steps with other queries, so that a
+/// word left by an earlier exchange would be a wrong one. The epoch wraps.
 TEST_F(PushTest, SoakWithDelaysAndRanksThatDiffer) {
   const char* asked = std::getenv("LONGSPAN_SOAK");
   const long epochs = asked ? std::atol(asked) : kSimulated ? 20 : 4000;
@@ -428,7 +428,7 @@ TEST_F(PushTest, ARankThatDoesNotComeEndsTheWait) {
 }
 
 /// Not a test of speed: a table for people. Steps of n keys of every sequence on each rank, beside
-/// the step of one GPU that has n keys: what the other ranks add to it.
+/// the step of one GPU with n keys: the time that the other ranks add.
 TEST_F(PushTest, Times) {
   if (std::getenv("LONGSPAN_TIME") == nullptr) GTEST_SKIP() << "LONGSPAN_TIME is not set";
   struct Row {

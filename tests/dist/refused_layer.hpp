@@ -8,8 +8,8 @@
 
 namespace longspan::tests {
 
-/// Expects that a layer of such options is Unsupported, with `word` in the reason, and that
-/// gather-states is named as one that could.
+/// Expects that a layer with these options is Unsupported, with `word` in the reason, and that the
+/// message names gather-states as one that could.
 inline void expect_refused_layer(const Communicator& world, const Options& options,
                                  const char* word) {
   try {

@@ -1,5 +1,5 @@
-// Work that is queued again and again: on CUDA captured once on a stream of its own and replayed as
-// a graph; on the host, where work is done at once, called again.
+// Work that is queued repeatedly: on CUDA captured once on its own stream and replayed as a graph;
+// on the host, where work is done at once, called again.
 #pragma once
 
 #include <functional>
@@ -30,13 +30,13 @@ class Replay {
     return {};
   }
 
-  /// Queues the work itself, behind what the default stream was given.
+  /// Queues the work itself, after the work of the default stream.
   void eager() {
     settle();
     work_(stream());
   }
 
-  /// The same out of a graph, which the first call captures.
+  /// The same as a graph, which the first call captures.
   void again() {
     settle();
 #ifdef LONGSPAN_HAVE_CUDA
@@ -58,7 +58,7 @@ class Replay {
 
 #ifdef LONGSPAN_HAVE_CUDA
   std::optional<launcher::GpuStream> gpu_;
-  std::optional<launcher::Graph> graph_;  // goes before its stream
+  std::optional<launcher::Graph> graph_;  // is destroyed before its stream
 #endif
   std::function<void(Stream)> work_;
 };

@@ -1,6 +1,6 @@
 // Caches that are resharded, on every rank count: from any layout, ranks and form to any other.
-// Every rank can work out every key, so each judges all bytes of its own memory: those of its keys,
-// and those that nothing may have touched. What travels is counted. What ranks give differently is
+// Every rank can compute every key, so each judges all bytes of its own memory: its keys, and bytes
+// that must not change. The bytes that travel are counted. Arguments that differ between ranks are
 // an error on all of them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -167,7 +167,7 @@ TEST_F(ReshardTest, OfNothing) {
   }
 }
 
-/// A key may go to where another one was, which has been packed before.
+/// A key may go to the place of another one, which was packed before.
 TEST_F(ReshardTest, InOnePlace) {
   for (const Form form : kCacheForms) {
     ReshardOptions o{.kv_heads = 2, .head_dim = 8, .dtype = fp32, .lengths = {700}};
@@ -187,7 +187,7 @@ TEST_F(ReshardTest, InOnePlace) {
   }
 }
 
-/// On a GPU a graph moves what lies there when it is replayed.
+/// On a GPU a graph moves the contents at the time of the replay.
 TEST_F(ReshardTest, AMoveIsCapturedOnceAndRepeated) {
   ReshardOptions o{.kv_heads = 2, .head_dim = 16, .dtype = bf16, .lengths = {500, 61}};
   o.from = {.rule = {Layout::zigzag}, .ranks = world.size()};
@@ -299,7 +299,7 @@ TEST_F(ReshardTest, OptionsThatMakeNoSense) {
               HasSubstr("listed"));
 }
 
-/// Every rank refuses its own, so none waits for another; then all go on.
+/// Every rank refuses its own call, so none waits for another; then all go on.
 TEST_F(ReshardTest, TensorsThatDoNotFitAreRefusedAndNothingIsWritten) {
   ReshardOptions o{.kv_heads = 2,
                    .head_dim = 16,

@@ -1,5 +1,5 @@
-// ring-kv on every rank count and device: against float64, again and again out of a graph with
-// other lengths, what is timed, and what it refuses. tests/dist/strategies_test.cpp has all else.
+// ring-kv on every rank count and device: against float64, repeatedly as a graph with other
+// lengths, the timing, and what it refuses. tests/dist/strategies_test.cpp has all else.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -43,16 +43,16 @@ TEST(RingKv, AgreesWithFloat64) {
   }
 }
 
-/// A bound of the keys of a problem with which the blocks of all steps are too large to be had at
-/// once, so that two hold them in turn. It is of some use on four ranks and more.
+/// A bound of the keys of a problem with which the blocks of all steps do not fit into memory at
+/// once, so that two hold them in turn. It matters on four ranks and more.
 std::int64_t keys_for_two_blocks(const Problem& problem, int ranks) {
   const std::int64_t key_and_value =
       2 * std::int64_t{problem.shape.kv_heads} * problem.shape.dim * sizeof(float);
   return (std::int64_t{66} << 20) / key_and_value * ranks / (ranks - 1);
 }
 
-/// Where GPUs reach each other copy engines bring the keys, elsewhere NCCL: the same bits, whether
-/// every step has a block of its own or not.
+/// Where GPUs reach each other copy engines send the keys, elsewhere NCCL: the same bits, whether
+/// or not every step has its own block.
 TEST(RingKv, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
   if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
@@ -131,8 +131,8 @@ TEST(RingKv, DenseKeysAreSentFromWhereTheyLie) {
                                             "(dense_keys)")));
 }
 
-/// A layer for a batch whose lengths change between runs, as they do out of one graph. On a GPU
-/// only the device knows them, and what travels has the size of the layer's limits.
+/// A layer for a batch whose lengths change between runs, as in a graph. On a GPU only the device
+/// knows them, and transfers have the size of the layer's limits.
 TEST(RingKv, RunsAgainWithOtherLengths) {
   const Communicator world = test_world();
   const Device device = world.device();
@@ -155,7 +155,7 @@ TEST(RingKv, RunsAgainWithOtherLengths) {
       .queries = Sharding{Layout::zigzag},
       .strategy = "ring-kv"};
   Attention layer(world, options);
-  // The rows of a rank are as many in every run, as a graph has them; lengths of keys differ.
+  // A rank has equally many rows in every run, as in a graph; lengths of keys differ.
   const Shape shape{.heads = kHeads,
                     .kv_heads = kHeads,
                     .dim = kDim,
@@ -196,7 +196,7 @@ TEST(RingKv, RunsAgainWithOtherLengths) {
     give(starts, ints(problem.query_start));
     give(lens, ints(now.kv_lens));
     if (turn == 0)
-      replay.eager();  // what a library makes at its first use is not made in a capture
+      replay.eager();  // the first use of a library makes things that cannot be made in a capture
     else
       replay.again();
     layer.wait(replay.stream());
@@ -207,7 +207,7 @@ TEST(RingKv, RunsAgainWithOtherLengths) {
   }
 }
 
-/// Two phases a step, and each of its time: however many ranks there are, none is lost.
+/// Two phases a step, each with its time: none is lost with any number of ranks.
 TEST(RingKv, TimesEveryStep) {
   const Communicator world = test_world();
   const Problem problem({.q_lens = {16 * world.size()}, .kv_lens = {300}}, shared_seed(world));
@@ -238,8 +238,8 @@ TEST(RingKv, TimesEveryStep) {
   }
 }
 
-/// The last step ends with the result, by the kernel for long queries too, and not where another
-/// rank means something else by the run.
+/// The last step ends with the result, by the kernel for long queries too, but not where another
+/// rank has other arguments for the run.
 TEST(RingKv, RanksThatDifferAreToldAndWriteNothing) {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     const Communicator world = test_world();
@@ -308,8 +308,8 @@ TEST(RingKv, RefusesByNameWhatAnotherStrategyCould) {
   EXPECT_STREQ(Attention(world, good).strategy().name, "ring-kv");
 }
 
-/// On processors a rank is told that it has fewer rows than its share of a batch; no row behind
-/// those that it has is read.
+/// On CPUs a rank is told that it has fewer rows than its share of a batch; no row after those is
+/// read.
 TEST(RingKv, RefusesFewerRowsThanTheShareOfABatch) {
   const Communicator world = test_world();
   if (world.device() != Device::host) GTEST_SKIP() << "on a GPU only the device knows";
@@ -345,7 +345,7 @@ TEST(RingKv, ComparesWhatRanksMean) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.q_lens = {7}, .kv_lens = {keys}, .sinks = sinks}, shared_seed(world));
     Options options = ring_options(problem, world);
     options.limits.max_kv_len = 200;

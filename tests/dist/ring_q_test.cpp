@@ -74,7 +74,7 @@ TEST(RingQ, TakesRangesWhereTheTableIsHere) {
   }
 }
 
-/// What this rank received in a run of such a layer.
+/// The bytes that this rank received in a run of such a layer.
 std::uint64_t received(const Communicator& world, const Problem& problem, const Shard& keys,
                        const Shard& queries) {
   const comm::Transport& comm = comm::transport_of(world);
@@ -85,7 +85,7 @@ std::uint64_t received(const Communicator& world, const Problem& problem, const 
 }
 
 /// In a contiguous layout under a causal mask, rows of rank r see the keys of ranks up to r: the
-/// states of as many others come back, and the rows of as many come as there are ranks above.
+/// states of that many others come back, and rows come from as many ranks as there are above.
 TEST(RingQ, SendsNoRowsToKeysThatTheyDoNotSee) {
   const Communicator world = test_world();
   const int rank = world.rank(), ranks = world.size();
@@ -104,8 +104,8 @@ TEST(RingQ, SendsNoRowsToKeysThatTheyDoNotSee) {
   EXPECT_EQ(cost_of(options, ranks, size).received_bytes, 1.0 * (ranks - 1) * (rows + states));
 }
 
-/// Every row sees its own key alone, which its rank has. The tiles of rows reach over the keys of
-/// the other ranks, which are not there.
+/// Every row sees only its own key, which its rank has. The tiles of rows include keys of the other
+/// ranks, which are not there.
 TEST(RingQ, SendsNothingWhereEveryRankSeesItsOwnKeysAlone) {
   const Communicator world = test_world();
   const std::int32_t length = (kSimulated ? 64 : 320) * world.size() + 5;
@@ -158,7 +158,7 @@ TEST(RingQ, ComparesWhatRanksMean) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.q_lens = {30}, .kv_lens = {keys}, .sinks = sinks}, shared_seed(world));
     try {
       run(world, problem, Shard::zigzag(keys, world.rank(), world.size()),

@@ -1,5 +1,5 @@
-// One layer that runs again and again with other inputs, by itself and out of a graph: nothing of
-// the run before may be left in memory that the peers write.
+// One layer that runs repeatedly with other inputs, by itself and as a graph: nothing of an earlier
+// run may be left in memory that the peers write.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 
 namespace longspan::tests {
 
-/// Runs a layer of such options as often as `is_eager` has turns, and judges each by float64. Rows
-/// and keys of the one sequence are as many, and dealt out in zigzag.
+/// Runs a layer with such options as often as `is_eager` has turns, and compares each with float64.
+/// Rows and keys of the one sequence are equally many, and dealt out in zigzag.
 inline void expect_right_again_and_again(const Communicator& world, const Shape& shape,
                                          const Options& options, std::uint64_t seed,
                                          const std::vector<bool>& is_eager) {

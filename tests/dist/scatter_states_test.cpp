@@ -1,5 +1,5 @@
-// scatter-states on every rank count: against float64, the bits of gather-states, whatever part of
-// the result a rank gets, and what it refuses.
+// scatter-states on every rank count: against float64, the bits of gather-states, for any part of
+// the result, and what it refuses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -167,7 +167,7 @@ TEST(ResultHeads, AreDealtOutWithoutGapsAndAsEvenAsTheyCanBe) {
     }
 }
 
-/// What travels is what the cost says: states of a part, and of a whole result the finished rows.
+/// Transfers match the cost: states of a part, and for a whole result the finished rows.
 TEST(ScatterStates, ReceivesWhatItsCostSays) {
   const Communicator world = test_world();
   const int ranks = world.size();
@@ -190,7 +190,7 @@ TEST(ScatterStates, ReceivesWhatItsCostSays) {
   };
   for (const char* strategy : {"gather-states", "scatter-states"}) {
     Options options = options_of(strategy, problem, world);
-    options.exchange = Exchange::gather;  // peer buffers are no part of what transports count
+    options.exchange = Exchange::gather;  // transports do not count peer buffers
     expect_bytes(strategy, options, std::nullopt, std::nullopt);
     expect_bytes(strategy, options, striped, std::nullopt);
     expect_bytes(strategy, options, std::nullopt, striped);
@@ -199,7 +199,7 @@ TEST(ScatterStates, ReceivesWhatItsCostSays) {
   }
 }
 
-/// What the layer of these options says when it is refused.
+/// The reason why the layer of these options is refused.
 std::string refusal(const Communicator& world, const Options& options) {
   try {
     const Attention layer(world, options);
@@ -246,7 +246,7 @@ TEST(ScatterStates, ComparesWhatRanksMean) {
   if (test_world().size() == 1) GTEST_SKIP() << "one rank cannot disagree";
   const bool last = test_world().rank() == test_world().size() - 1;
   const auto refused = [&](ResultPart part, std::int32_t keys, bool sinks, const char* text) {
-    const Communicator world = test_world();  // a run that ranks mean differently ends its own
+    const Communicator world = test_world();  // a run with different arguments ends its own
     const Problem problem({.heads = 8, .q_lens = {3}, .kv_lens = {keys}, .sinks = sinks},
                           shared_seed(world));
     Options options = options_of("scatter-states", problem, world);

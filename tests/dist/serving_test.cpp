@@ -1,7 +1,7 @@
-// What serving engines do on one device, on every rank count: a sharded paged cache with each
-// feature alone and with all of them together; prefill chunks, decode and drafts in one batch; a
-// cache that grows. Against float64, with one tolerance for every number of ranks, and bit for bit
-// against one process alone where the shards are even.
+// Serving features of one device, on every rank count: a sharded paged cache with each feature
+// alone and with all of them together; prefill chunks, decode and drafts in one batch; a cache that
+// grows. Against float64, with one tolerance for every number of ranks, and bit for bit against one
+// process alone where the shards are even.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -79,7 +79,7 @@ class OnRanks : public ::testing::Test {
   const std::uint64_t seed = shared_seed(world);
 };
 
-/// The layer on every deal of the keys (of `only` >= 0: on that one).
+/// The layer with every layout of the keys (with `only` >= 0: with that one).
 void OnRanks::check(const Serving& shape, int only) {
   const ServingProblem problem(shape, seed);
   for (int d = 0; d < static_cast<int>(std::size(kDeals)); ++d) {
@@ -163,7 +163,7 @@ TEST_F(OnRanks, AlibiByQuery) {
 }
 TEST_F(OnRanks, QqBias) {
   check({.q_lens = kQ, .kv_lens = kKv, .qq_bias = true});
-  // Drafts alone: every rank but one has nothing but hidden keys for some rows.
+  // Only drafts: every rank but one has only hidden keys for some rows.
   check({.q_lens = {8, 16, 1}, .kv_lens = {8, 16, 1}, .qq_bias = true}, 1);
 }
 TEST_F(OnRanks, Sinks) {
@@ -256,7 +256,7 @@ TEST_F(OnRanks, ContextParallelDecode) {
 }
 TEST_F(OnRanks, MoreRowsThanKeys) { check({.q_lens = {9, 1, 3}, .kv_lens = {2, 0, 3}, .page = 1}); }
 
-/// Everything that can be asked of one batch at once.
+/// All options of one batch at once.
 Serving everything(DType dtype) {
   return {.heads = 14,
           .kv_heads = 2,
@@ -307,8 +307,8 @@ TEST_F(OnRanks, ShardedQueries) {
   }
 }
 
-/// A cache from nothing: chunks of prefill, decode, drafts, each appended and attended; `at_once`:
-/// in one call, short steps by a layer that knows that they are.
+/// A cache from nothing: chunks of prefill, decode, drafts, each appended and attended. `at_once`:
+/// in one call, short steps by a layer for such steps.
 void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
                    const std::vector<Growth>& steps) {
   SCOPED_TRACE(describe(shape) + " | interleaved by " + std::to_string(block) + " seed " +
@@ -367,7 +367,7 @@ void OnRanks::grow(Serving shape, std::int64_t block, bool at_once,
     expect_right(now, result, now.all_rows());
     expect_same_on_all_ranks(world, result);
   }
-  // What was written is what the problem would have stored, and nothing else was touched.
+  // The written keys are those that the problem would store, and nothing else was changed.
   const Cache expected = last.cache(shard);
   EXPECT_TRUE(on_host(cache.k, expected.k.size()) == expected.k) << "keys in the cache differ";
   EXPECT_TRUE(on_host(cache.v, expected.v.size()) == expected.v) << "values in the cache differ";
@@ -391,12 +391,12 @@ TEST_F(OnRanks, GrowingCacheOfValuesInKeys) {
        1, true);
 }
 
-/// Run and append in one: what kernels of their own write, and what attention does on its way.
+/// Run and append in one: written by separate kernels, and by attention itself.
 TEST_F(OnRanks, GrowingCacheInOneCall) {
   const std::vector<Growth> alone{{{129}, {129}}, {{100}, {229}}, {{1}, {230}},   {{2}, {232}},
                                   {{9}, {241}},   {{15}, {256}},  {{1}, {257}},   {{1}, {258}},
                                   {{16}, {274}},  {{5}, {279}},   {{500}, {779}}, {{3}, {782}}};
-  // Processors append first, whatever the dim.
+  // CPUs append first, whatever the dim.
   const bool cuda = world.device() == Device::cuda;
   const std::vector<int> dims = cuda ? std::vector{64, 80, 128, 256} : std::vector{64};
   for (const DType dtype : {DType::fp32, DType::fp16, DType::bf16})

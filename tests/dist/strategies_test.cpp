@@ -1,6 +1,6 @@
-// Every strategy of the registry, on every number of ranks, in random cases of everything that a
-// layer takes, judged by float64. A strategy that does not take a case says so by name, on every
-// rank. LONGSPAN_TEST_CASES says how many cases there are (300), LONGSPAN_TEST_SEED repeats some.
+// Every strategy of the registry, on every number of ranks, in random cases of all options of a
+// layer, compared with float64. A strategy that does not support a case refuses it by name, on
+// every rank. LONGSPAN_TEST_CASES is the number of cases (300), LONGSPAN_TEST_SEED repeats some.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 namespace longspan::tests {
 namespace {
 
-/// What one rounding to the type may add to the errors of fp32.
+/// The error that one rounding to the type may add to those of fp32.
 ::testing::AssertionResult is_close_in(DType dtype, const HostProblem::Error& error) {
   const double rounding = dtype == DType::fp32 ? 0 : dtype == DType::fp16 ? 0x1p-11 : 0x1p-8;
   HostProblem::Error left = error;
@@ -26,7 +26,7 @@ namespace {
 
 class Strategies : public ::testing::Test {
  protected:
-  /// Runs the case by each strategy: what it gives, or why not, on all ranks alike.
+  /// Runs the case by each strategy: its result, or the reason of its refusal, on all ranks alike.
   void try_all(const StrategyCase& c, std::uint32_t seed) {
     const Communicator world = test_world();
     HostProblem problem(c.shape, seed);
@@ -97,8 +97,8 @@ TEST_F(Strategies, AgreeWithFloat64InWhateverTheyTake) {
                 << " refused\n";
 }
 
-/// What the transports count is what the table of strategies says, over all ranks, where every key
-/// is seen and all shares are even.
+/// The transports' counts are those of the table of strategies, over all ranks, where every key is
+/// seen and all shares are even.
 TEST(StrategyBytes, AreThoseOfTheTable) {
   const Communicator world = test_world();
   if (world.device() != Device::host)
@@ -108,7 +108,7 @@ TEST(StrategyBytes, AreThoseOfTheTable) {
     for (const StrategyInfo& info : strategies()) {
       SCOPED_TRACE(std::string(info.name) + (by_rows ? " by rows" : ""));
       StrategyCase c;
-      c.shape.heads = c.shape.kv_heads = 8 * ranks;  // of which every rank can have its own
+      c.shape.heads = c.shape.kv_heads = 8 * ranks;  // so that every rank can have its own
       c.shape.dim = 16;
       c.shape.query_len = {12 * ranks};
       c.shape.kv_len = {128 * ranks};
@@ -131,7 +131,7 @@ TEST(StrategyBytes, AreThoseOfTheTable) {
 }
 
 /// Where only the device knows the lengths of a batch, ranks send as many keys as the limits allow,
-/// and take memory for so many everywhere. The result is the same.
+/// and allocate memory for that many everywhere. The result is the same.
 TEST(StrategyBytes, OfABatchFollowMaxTotalKeys) {
   const Communicator world = test_world();
   if (world.size() == 1) GTEST_SKIP() << "nothing travels";
@@ -165,8 +165,8 @@ TEST(StrategyBytes, OfABatchFollowMaxTotalKeys) {
   }
 }
 
-/// Under a causal mask the first ranks of contiguous shares see nothing of the last ones: what they
-/// do not see is not sent to them.
+/// Under a causal mask the first ranks of contiguous shares see nothing of the last ones: keys that
+/// they do not see are not sent to them.
 TEST(StrategyBytes, KeysThatNobodySeesDoNotTravel) {
   const Communicator world = test_world();
   if (world.device() != Device::host)

@@ -1,6 +1,6 @@
-// A random attention of all ranks: what is attended to, how keys and queries are dealt out, and the
-// form of the cache, drawn from a seed that all ranks share; and the run of one rank by one
-// strategy, whose rows meet on every rank.
+// A random attention of all ranks: its inputs, the layouts of keys and queries, and the form of the
+// cache, drawn from a seed that all ranks share. And the run of one rank by one strategy, whose
+// rows are gathered on every rank.
 #pragma once
 
 #include <algorithm>
@@ -97,7 +97,7 @@ class Draw {
     return dealt;
   }
 
-  /// A case whose keys and rows are dealt out so; with nothing given, everything is drawn.
+  /// A case whose keys and rows have these layouts; without arguments, everything is drawn.
   StrategyCase next() {
     StrategyCase c;
     HostShape& s = c.shape;
@@ -164,7 +164,7 @@ class Draw {
 
   std::mt19937_64& random() { return random_; }
 
-  /// Of several nodes of several ranks, if the ranks can be that; else 0.
+  /// For several nodes of several ranks, if the ranks allow that; else 0.
   int draw_ranks_per_node() {
     const std::vector<int> some = node_sizes(ranks_);
     return some.empty() ? 0 : some[static_cast<std::size_t>(below(std::ssize(some)))];
@@ -190,7 +190,7 @@ class Draw {
   int ranks_;
 };
 
-/// The arrays of a run where its kernels are: those of processors as they lie, others as copies.
+/// The arrays of a run on its kernels' device: unchanged on CPUs, otherwise as copies.
 class RunArraysOn {
  public:
   RunArraysOn(AttentionArgs& args, Device device) : device_(device) {
@@ -204,7 +204,7 @@ class RunArraysOn {
     lse_ = copy(args.lse.tensor);
   }
 
-  /// Brings the results back to where they were asked for.
+  /// Copies the results back to their places.
   void take_results() {
     for (const Copy* copy : {&out_, &lse_})
       if (copy->memory) copy->memory->download(copy->host);
@@ -216,7 +216,7 @@ class RunArraysOn {
     Buffer* memory = nullptr;
   };
 
-  /// All from the first element to the last, with what lies between them.
+  /// All from the first element to the last, with the gaps between them.
   Copy copy(Tensor& tensor) {
     if (!tensor || tensor.size() == 0) {
       tensor.device = device_;
@@ -238,7 +238,7 @@ class RunArraysOn {
   Copy out_, lse_;
 };
 
-/// One rank's run of a case, and what it needs in memory.
+/// One rank's run of a case, and its memory.
 class CaseRun {
  public:
   CaseRun(const Communicator& world, const StrategyCase& c, HostProblem& problem)
@@ -296,8 +296,8 @@ class CaseRun {
     return result;
   }
 
-  /// The rows of all ranks in the order of the whole q; with queries that every rank has, rank 0's.
-  /// Every row must come from one rank.
+  /// The rows of all ranks in the order of the whole q; for queries that every rank has, those of
+  /// rank 0. Every row must come from one rank.
   Result whole(const Result& own) const {
     const std::int64_t heads = case_.shape.heads, row = heads * case_.shape.dim;
     const auto bytes = [](const std::vector<float>& values) {
@@ -391,7 +391,7 @@ class CaseRun {
     set_new_keys(shard);
   }
 
-  /// The keys of the query rows, of all ranks, and in pages NaN where they will stand.
+  /// The keys of the query rows, of all ranks; in pages, NaN in their places.
   void set_new_keys(const Shard& shard) {
     if (!case_.grows) return;
     const HostShape& s = case_.shape;

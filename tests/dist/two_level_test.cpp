@@ -1,5 +1,5 @@
 // Strategies of two levels on nodes that are declared: results whole and by rows, uneven heads,
-// what they refuse, and that ranks which never meet compare what they mean. Random cases of them
+// what they refuse, and that ranks which never meet compare their arguments. Random cases of them
 // are in strategies_test.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -124,13 +124,12 @@ TEST_F(TwoLevels, AreRefusedByNameWhereTheyCannotServe) {
   refused(bad, "between nodes, it shares the work by rows");
 }
 
-/// The rank that means something else is the last one, which rank 0 neither shares heads nor keys
-/// with.
+/// The rank with other arguments is the last one, with which rank 0 shares neither heads nor keys.
 TEST_F(TwoLevels, CompareWhatRanksMeanWhoNeverMeet) {
   const bool last = test_world().rank() == test_world().size() - 1;
   for (const std::string& strategy : strategies_of_two_levels())
     for (const bool by_sinks : {false, true}) {
-      const Communicator world = test_world();  // a run that ranks mean differently ends its own
+      const Communicator world = test_world();  // a run with different arguments ends its own
       const std::int32_t count = !by_sinks && last ? 99 : 100;
       const Problem problem(
           {.heads = 8, .q_lens = {30}, .kv_lens = {count}, .sinks = by_sinks && last},

@@ -1,5 +1,5 @@
-// The ranks of a test under mpirun: a communicator of its own for each test, so that one that fails
-// leaves the next untouched. LONGSPAN_TEST_DEVICE=cuda runs the same tests on GPUs.
+// The ranks of a test under mpirun: a separate communicator for each test, so that one that fails
+// does not affect the next. LONGSPAN_TEST_DEVICE=cuda runs the same tests on GPUs.
 #pragma once
 
 #include <mpi.h>

@@ -238,7 +238,7 @@ struct Ring {
   int slots[2][32];
 };
 
-/// Warp 0 brings 32 numbers a round, of which each lane brings one; warp 1 takes them.
+/// Warp 0 copies 32 numbers a round, one in each lane; warp 1 takes them.
 __global__ void ring_kernel(const int* in, int* out, int rounds) {
   Ring& ring = arch::shared_variable<Ring>();
   if (thread() == 0) {
@@ -267,7 +267,8 @@ __global__ void ring_kernel(const int* in, int* out, int rounds) {
   }
 }
 
-/// Warps 0 and 1: whoever has its turn writes the next number, read from where the other left it.
+/// Warps 0 and 1 take turns: each writes the next number, read from the place where the other left
+/// it.
 __global__ void turns_kernel(int* out, int rounds) {
   int& last = arch::shared_variable<int>();
   const int warp = thread() / 32;

@@ -40,7 +40,7 @@ void mma_tf32(const std::uint32_t* a, const std::uint32_t* b, float* c);
 // ---- of a warpgroup ----------------------------------------------------------------------------
 
 /// d[64, columns] += a b over kProductSteps steps of 32 bytes. Operands in shared memory are copied
-/// there as they are, A in panels of 64 rows, B in panels of `columns` rows or, transposed, of
+/// there unchanged: A in panels of 64 rows, B in panels of `columns` rows or, transposed, of
 /// kProductSteps * 16 rows.
 struct Product {
   Type type;
@@ -49,7 +49,7 @@ struct Product {
   const std::byte* a;              // as it lies in shared memory, or null:
   const std::uint32_t* registers;  // [steps, 128, 4]
   const std::byte* b;
-  bool add;  // to what d is before; else it is overwritten
+  bool add;  // to the value of d before; otherwise d is overwritten
   float* d;  // [128, columns / 2]
 };
 inline constexpr int kProductSteps = 8;
@@ -59,13 +59,13 @@ void multiply(const Product& product);
 // ---- copies, barriers, blocks
 // --------------------------------------------------------------------
 
-/// cp.async of each size (4, 8, 16) and of each count of bytes up to it, from places 16 bytes apart
-/// of `from` to such of `to`, which is 0xff before: copy i takes place i. Then one of 16 bytes that
-/// is valid, one that is not, and copy_word_async.
+/// cp.async of each size (4, 8, 16) and of each count of bytes up to it, between places 16 bytes
+/// apart in `from` and in `to`, which is 0xff before: copy i takes place i. Then one of 16 bytes
+/// that is valid, one that is not, and copy_word_async.
 inline constexpr int kCopies = 5 + 9 + 17 + 3;
 void copy_sizes(const std::byte* from, std::byte* to);
 
-/// Hands `rounds` numbers through a ring of two stages, by mbarriers and cp.async: out[i] = in[i].
+/// Passes `rounds` numbers through a ring of two stages, by mbarriers and cp.async: out[i] = in[i].
 void pass_through_ring(const int* in, int* out, int rounds);
 /// Two warps take turns at named barriers: out[i] = i.
 void take_turns(int* out, int rounds);
@@ -74,13 +74,13 @@ void take_turns(int* out, int rounds);
 void load_box(const CUtensorMap& map, int x, int y, int z, int bytes, std::byte* to);
 void load_box(const CUtensorMap& map, const int (&at)[5], int bytes, std::byte* to);
 
-/// to[0 ... 3] by stores of 16, 8, 4 bytes and from there by loads of each kind to read[0 ... 7];
-/// what is not wanted leaves its place alone.
+/// to[0 ... 3] by stores of 16, 8, 4 bytes and from there by loads of each kind to read[0 ... 7].
+/// Disabled ones do not change their place.
 void exchange_words(const uint4* from, uint4* to, uint4* read);
 /// from -> middle -> to, by two kernels of which the second may start early.
 void overlap(const int* from, int* middle, int* to, int n);
-/// Dynamic shared bytes, how dynamic memory and the variables are aligned and apart, the clock's
-/// steps: each 1 where it is as it should be.
+/// Dynamic shared bytes, the alignment and distance of dynamic memory and the variables, the
+/// clock's steps: each 1 where right.
 inline constexpr int kFacts = 5;
 void facts(int* good);
 

@@ -1,6 +1,6 @@
 // The instructions of kernels/cuda/arch against plain references, written from the PTX manual's
-// tables: where fragments hold which element, how rows are permuted, what conversions round to. On
-// a GPU and in the simulator, so that the two are compared with the same.
+// tables: the places of elements in fragments, the permutation of rows, the rounding of
+// conversions. The same tests run on a GPU and in the simulator, and so compare the two.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -61,8 +61,8 @@ struct Format {
     const int shift = std::max(exponent, 1) - bias() - mantissa_bits;
     return sign * std::ldexp(mantissa + (exponent > 0 ? 1u << mantissa_bits : 0u), shift);
   }
-  /// What x rounds to; `away`: ties away from zero, else to even. Beyond the largest: infinity, or
-  /// the largest where there is none.
+  /// The value that x rounds to; `away`: ties away from zero, else to even. Beyond the largest:
+  /// infinity, or the largest in a format without it.
   double round(double x, bool away) const {
     if (std::isnan(x) || x == 0 || (std::isinf(x) && has_infinity)) return x;
     if (std::isinf(x)) return std::copysign(largest(), x);
@@ -173,7 +173,7 @@ TEST(Arch, RoundsToTf32) {
   EXPECT_EQ(wrong, 0);
 }
 
-/// By how many units in the last place y is off; what is subnormal counts as 0.
+/// The error of y in units in the last place; a subnormal counts as 0.
 double units_off(float y, double exact) {
   constexpr double kLeast = std::numeric_limits<float>::min();
   if (std::abs(exact) < kLeast && (y == 0 || std::abs(y) == kLeast)) return 0;
@@ -279,7 +279,7 @@ TEST(Arch, StoresMatrices) {
 
 // ---- products ----------------------------------------------------------------------------------
 
-/// A matrix of numbers that its format has, and their bits.
+/// A matrix of numbers that its format can represent, and their bits.
 struct Matrix {
   int rows, columns;
   std::vector<double> values;
@@ -325,7 +325,7 @@ Matrix random_matrix(std::mt19937& random, int rows, int columns, Format format,
   return matrix;
 }
 
-/// c + a b and how far from it a tensor core may be.
+/// c + a b and the allowed error of a tensor core.
 struct Exact {
   double sum, off;
 };
@@ -434,7 +434,7 @@ TEST(Arch, WarpProductsOfTf32) {
   }
 }
 
-/// The 128-byte swizzle: of the address bits 4 to 6 are exchanged by bits 7 to 9.
+/// The 128-byte swizzle: address bits 4 to 6 are XORed with bits 7 to 9.
 std::size_t swizzled(std::size_t offset) { return offset ^ (offset >> 7 & 7) << 4; }
 
 /// `rows` x `columns` with columns innermost, in panels of 128 bytes.
@@ -471,9 +471,9 @@ void test_wgmma(std::mt19937& random, const WgmmaCase& c, int columns, bool whol
                            [&](int k, int n) { return b.bits[b.index(k, n)]; })
                    : image(columns, depth, element_bytes,
                            [&](int n, int k) { return b.bits[b.index(k, n)]; });
-  // Of warp w of the four, lane 4 g + t holds of A in word 2 j + h the four bytes of row
-  // 16 w + g + 8 h that begin 16 j + 4 t further on, and of D in 4 j + 2 h + e row 16 w + g + 8 h,
-  // column 8 j + 2 t + e.
+  // Of warp w of the four, lane 4 g + t holds of A in word 2 j + h the four bytes of row 16 w + g +
+  // 8 h that begin at 16 j + 4 t, and of D in 4 j + 2 h + e row 16 w + g + 8 h, column 8 j + 2 t +
+  // e.
   std::vector<std::uint32_t> registers;
   for (int i = 0; i < kProductSteps; ++i)
     for (int thread = 0; thread < 128; ++thread)
@@ -609,7 +609,7 @@ TEST(Arch, WordsOverlapAndFacts) {
 
 // ---- boxes -------------------------------------------------------------------------------------
 
-/// A tensor of whole elements, and what a box of it holds, innermost dimension first.
+/// A tensor of whole elements, and the contents of a box of it, innermost dimension first.
 struct BoxCase {
   DType dtype;
   std::vector<kernels::cuda::MapDimension> dimensions;

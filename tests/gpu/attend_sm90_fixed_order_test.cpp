@@ -1,6 +1,6 @@
 // The Hopper kernel in the fixed order: against float64 at the edges of its tiles, with NaN in all
-// memory beside the keys, and the bits of a row, which are the same whoever holds its keys, however
-// they lie, and whatever stands beside it. Each test draws fresh inputs.
+// memory beside the keys. The bits of a row must be the same on any ranks, in any layout, and
+// beside any other rows. Each test draws fresh inputs.
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"
 #include "tests/support/grids.hpp"
@@ -10,8 +10,8 @@ namespace {
 
 const DType kTypes[] = {DType::bf16, DType::fp16};
 
-/// Both epilogues against float64, and their bits against each other: a result is that of a state
-/// and a merge.
+/// Both epilogues against float64, and their bits against each other: a result must equal that of a
+/// state and a merge.
 void check_in_order(Case c, int stride = 1) {
   c.invariant = true;
   if (is_left_out(2 * kOnHopper * work_of(c))) return;
@@ -86,7 +86,7 @@ TEST(AttendSm90FixedOrder, ManySegments) {
                      31);
 }
 
-// ---- whoever holds the keys -------------------------------------------------------------------
+// ---- on any ranks -------------------------------------------------------------------
 
 /// The bits of one rank, out of one kernel and through a state, on up to 64 ranks.
 void expect_same_bits_on_ranks(Case c) {
@@ -144,7 +144,8 @@ TEST(AttendSm90FixedOrder, BitsOfAnyRanksOfBatches) {
            .seed = fresh_seed()});
 }
 
-// ---- however the rows lie ---------------------------------------------------------------------
+// ---- in any layout of the rows
+// ---------------------------------------------------------------------
 
 TEST(AttendSm90FixedOrder, BitsOfAnyStrides) {
   LONGSPAN_NEEDS_HOPPER();
@@ -201,7 +202,7 @@ TEST(AttendSm90FixedOrder, BitsOfPages) {
     }
 }
 
-// ---- whatever stands beside a row -------------------------------------------------------------
+// ---- beside any other rows -------------------------------------------------------------
 
 // Shares of the query rows put other rows beside a row.
 TEST(AttendSm90FixedOrder, BitsOfShares) {
@@ -228,8 +229,8 @@ TEST(AttendSm90FixedOrder, BitsOfShares) {
   }
 }
 
-// Chunks of a prefill into an interleaved cache have the bits of the whole prefill, whatever their
-// widths: a row's tree does not change when keys follow.
+// Chunks of a prefill into an interleaved cache have the bits of the whole prefill, for any widths:
+// a row's tree does not change when keys follow.
 TEST(AttendSm90FixedOrder, BitsOfChunks) {
   LONGSPAN_NEEDS_HOPPER();
   for (int dim : {64, 128}) {
@@ -271,7 +272,7 @@ TEST(AttendSm90FixedOrder, BitsOfChunks) {
   }
 }
 
-// A NaN that a row sees stays NaN, and rows of other tiles are as if it were not there.
+// A NaN that a row sees stays NaN, and does not affect rows of other tiles.
 TEST(AttendSm90FixedOrder, NanStaysNan) {
   LONGSPAN_NEEDS_HOPPER();
   expect_nan_stays({.heads = 2,
@@ -307,7 +308,7 @@ TEST(AttendSm90FixedOrder, DocumentsAndCausalFlags) {
     }
 }
 
-// Layouts whose cuts are none of the tree's are exact, too.
+// Layouts whose cuts are not the tree's are exact, too.
 TEST(AttendSm90FixedOrder, OtherLayouts) {
   LONGSPAN_NEEDS_HOPPER();
   for (const Cut& cut : {Cut{Layout::ranges}, Cut{Layout::zigzag}, Cut{Layout::striped},
@@ -326,7 +327,7 @@ TEST(AttendSm90FixedOrder, OtherLayouts) {
                           .on_hopper = true});
 }
 
-// What decides is the layer's alone.
+// Only the layer decides.
 TEST(AttendSm90FixedOrder, AcceptsByTheLayer) {
   LONGSPAN_NEEDS_HOPPER();
   const Case c{.dim = 64, .q_lens = {20}, .kv_lens = {20}, .invariant = true};

@@ -1,7 +1,7 @@
-// Products of e4m3 on Hopper against float64 of the inputs as they are stored. Two kinds of inputs:
-// such that no rounding of the kernel loses anything, so that a wrong place or a wrong key shows;
-// and random ones, whose error must be what rounding the weights to e4m3 makes of it. And what the
-// option does not touch: the path that widens e4m3 keeps its bits.
+// Products of e4m3 on Hopper against float64 of the stored inputs. Two kinds of inputs: exact ones,
+// for which no rounding of the kernel loses anything, so that a wrong place or a wrong key shows;
+// and random ones, whose error must be that of rounding the weights to e4m3. Also what the option
+// must not change: the path that widens e4m3 keeps its bits.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -84,7 +84,7 @@ TEST(AttendSm90Fp8, EveryMaskInUnevenBatches) {
                    .sinks = true});
 }
 
-// What no row may see is NaN, before a window too, where values are cleared.
+// Keys that no row may see are NaN, also before a window, where values are cleared.
 TEST(AttendSm90Fp8, Shards) {
   LONGSPAN_NEEDS_HOPPER();
   for (const Dealt& cut : {Dealt{.layout = Layout::contiguous}, Dealt{.layout = Layout::ranges},
@@ -127,18 +127,18 @@ TEST(AttendSm90Fp8, FlagsAndDocuments) {
 
 // ---- random inputs ---------------------------------------------------------------------------
 
-/// What a result's rows are off by, and that no element is off by more than the roundings can do:
+/// The error of a result's rows; no element may exceed the bound of the roundings:
 ///
 ///     weight   e4m3 has 3 bits behind its leading one: to nearest, 2^-4 of itself; in fixed steps
 ///              half of 2^-9, where the row's largest weight is 2^8 or more
 ///     score    a tensor core adds 32 products and the sum so far in one step, and cuts each of the
 ///              33 at 2^-13 of the largest: at most 33 2^-13 sum_d |q_d k_d| in each of dim / 32
 ///              steps
-///     out      sum_j w_j m_j |v_j - out| from the weights, which are divided by the sum of what
-///              they became; and of each sum of at most 192 keys, in its 6 steps, 33 2^-13 of its
-///              own sum_j w_j |v_j| and of |out|: together as much of the whole, however many keys
+///     out      sum_j w_j m_j |v_j - out| from the weights, which are divided by the sum of the
+///              rounded ones; and of each sum of at most 192 keys, in its 6 steps, 33 2^-13 of its
+///              own sum_j w_j |v_j| and of |out|: together as much of the whole, for any keys
 ///
-/// These are worst cases, far from what happens; the norm below is near to it.
+/// These are worst cases, far from actual errors; the norm below is near to them.
 struct Distances {
   Distance out;
   double lse = 0;  // root of the mean square
@@ -198,11 +198,11 @@ Distances distances_of(const ServingProblem& problem, const ServingResult& found
   return distances;
 }
 
-/// Of a rounding to nearest with 3 bits behind the leading one the standard deviation is 2^-3 /
-/// sqrt(12) of the power of two below, and 0.027 of the number on average over numbers. Where
-/// values have the mean 0, a sum of so many weighted values and its error grow alike, so by norm a
-/// result is off by 0.027, less where few keys count; twice that is allowed. The lower end is
-/// beyond what weights of 16 bits could do.
+/// Rounding to nearest with 3 bits behind the leading one has the standard deviation 2^-3 /
+/// sqrt(12) of the power of two below: on average over numbers, 0.027 of the number. Where values
+/// have the mean 0, a sum of that many weighted values and its error grow alike. So by norm a
+/// result is off by 0.027, or less where few keys count; twice that is allowed. The lower end is
+/// beyond the error of weights of 16 bits.
 constexpr double kMostNorm = 2 * 0.027, kLeastNorm = 0.005;
 
 void check_random(const Serving& given, Dealt dealt = {}, std::int64_t sampled = 12) {
@@ -219,8 +219,8 @@ void check_random(const Serving& given, Dealt dealt = {}, std::int64_t sampled =
     EXPECT_GT(distances.out.compared, 0);
     EXPECT_LT(distances.out.norm(), kMostNorm);
     EXPECT_GT(distances.out.norm(), kLeastNorm);
-    // Scores of order 1 are off by some 2^-9 (a unit of 2^-13 of sums of 16 to 32, some times), and
-    // a lse by an average of that.
+    // Scores of order 1 are off by some 2^-9 (a unit of 2^-13 of sums of 16 to 32, several times),
+    // and a lse by an average of that.
     EXPECT_LT(distances.lse, 0x1p-8);
   }
 }
@@ -254,9 +254,9 @@ TEST(AttendSm90Fp8, RandomInputsOnRanks) {
                    {.layout = Layout::interleaved, .ranks = ranks});
 }
 
-// Over 16,384 keys a sum of weights grows until a tensor core cuts most of an addend away: with one
-// sum for all of them the norm is 0.33. Sums of at most 192 keys leave what rounding the weights
-// makes of it, as for few keys.
+// Over 16,384 keys a sum of weights grows until a tensor core cuts most of an addend away: one sum
+// for all of them has the norm 0.33. Sums of at most 192 keys have only the error of rounding the
+// weights, as for few keys.
 TEST(AttendSm90Fp8, ManyKeysAreAsGoodAsFew) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256})
@@ -269,9 +269,9 @@ TEST(AttendSm90Fp8, ManyKeysAreAsGoodAsFew) {
                  {}, 8);
 }
 
-// Values that are 1 give or take 1/4, with weights that are nearly equal: the rounding of weights
-// cancels, and what sums cut is left. The i-th addend of a sum of n is cut at 2^-13 of the sum or
-// lower, by half of that on average: n 2^-15 of a sum of n equal ones, less than 2^-7 for 192.
+// Values of 1 give or take 1/4, with nearly equal weights: the rounding of weights cancels, and the
+// cuts of sums remain. The i-th addend of a sum of n is cut at 2^-13 of the sum or lower, by half
+// of that on average: n 2^-15 of a sum of n equal ones, less than 2^-7 for 192.
 TEST(AttendSm90Fp8, ManyValuesAlike) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256})
@@ -297,8 +297,8 @@ TEST(AttendSm90Fp8, ManyValuesAlike) {
 }
 
 // Large scores: few keys have all the weight, and origins move from tile to tile. Sums of q and k
-// reach 64, of which a tensor core cuts 2^-7 from each addend: in 8 steps of 33, in any direction,
-// a score of scale 1 is off by 0.1 or less, and where two keys share the weight, the result by a
+// reach 64, of which a tensor core cuts 2^-7 from each addend. In 8 steps of 33, in any direction,
+// a score of scale 1 is off by 0.1 or less. Where two keys share the weight, the result is off by a
 // quarter of that times their values' difference, beside the rounding of the weights.
 TEST(AttendSm90Fp8, GrowingScores) {
   LONGSPAN_NEEDS_HOPPER();
@@ -318,9 +318,9 @@ TEST(AttendSm90Fp8, GrowingScores) {
     }
 }
 
-// What values have in common does not feel the rounding of weights, because O is divided by the sum
-// of the rounded ones. Of 4 visible keys whose values are 8 give or take 1, the sum of exact
-// weights would leave 0.027 / 2 of error.
+// The rounding of weights does not affect what values have in common, because O is divided by the
+// sum of the rounded ones. With 4 visible keys whose values are 8 give or take 1, the sum of exact
+// weights would leave an error of 0.027 / 2.
 TEST(AttendSm90Fp8, RoundingCancelsInWhatValuesShare) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256}) {
@@ -337,7 +337,7 @@ TEST(AttendSm90Fp8, RoundingCancelsInWhatValuesShare) {
   }
 }
 
-// A NaN that a row sees stays NaN, and the other rows are as if it were not there.
+// A NaN that a row sees stays NaN, and does not affect the other rows.
 TEST(AttendSm90Fp8, NanStaysNan) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int dim : {64, 128, 256}) {
@@ -358,7 +358,7 @@ TEST(AttendSm90Fp8, NanStaysNan) {
   }
 }
 
-// The order of scores would turn, so it is no number.
+// The order of scores would reverse, so the result is NaN.
 TEST(AttendSm90Fp8, ScalesThatAreNotPositiveGiveNan) {
   LONGSPAN_NEEDS_HOPPER();
   for (const float bad : {0.0f, -1.0f}) {
@@ -380,15 +380,16 @@ TEST(AttendSm90Fp8, BitsRepeat) {
   }
 }
 
-// ---- what the option leaves alone --------------------------------------------------------------
+// ---- what the option does not change
+// --------------------------------------------------------------
 
 bool same_bits(const ServingResult& a, const ServingResult& b) {
   return a.out == b.out &&
          std::memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0;
 }
 
-/// Off: the bits of the same numbers widened beforehand, in the kernel that widens. Few enough keys
-/// for one split, and queries at odd addresses, so that 16 bits take that kernel too.
+/// Off: the bits of the same numbers widened beforehand, in the kernel that widens. There are few
+/// enough keys for one split, and queries at odd addresses, so that 16 bits take that kernel too.
 TEST(AttendSm90Fp8, OffIsTheWideningPath) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : {DType::bf16, DType::fp16})
@@ -442,7 +443,7 @@ TEST(AttendSm90Fp8, WhatItDoesNotTakeKeepsItsBits) {
   }
 }
 
-/// In one batch long queries take it and short ones do not.
+/// In one batch long queries use it and short ones do not.
 TEST(AttendSm90Fp8, ShortQueriesAmongLongOnesKeepTheirBits) {
   LONGSPAN_NEEDS_HOPPER();
   const ServingProblem problem(

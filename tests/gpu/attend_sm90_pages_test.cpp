@@ -1,6 +1,6 @@
 // The Hopper kernel over pages, which it reads itself: page sizes, windows and shards that begin
 // tiles anywhere in a page, short sequences among long ones, states in and out, against float64.
-// Caches hold NaN, and tables -1 or garbage, wherever no row may look.
+// Caches hold NaN, and tables -1 or garbage, in all places that no row may see.
 #include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::tests {
@@ -10,8 +10,8 @@ using test::Cut;
 
 constexpr DType kTypes[] = {DType::bf16, DType::fp16};
 
-/// Rows past a tile's 128 and keys past several tiles, a short sequence, one of a single query, an
-/// empty one, and more queries than keys.
+/// Rows past a tile's 128 and keys past several tiles; also a short sequence, one of a single
+/// query, an empty one, and more queries than keys.
 Serving mixed(DType dtype, int dim, int page) {
   Serving s{.dim = dim,
             .dtype = dtype,
@@ -76,7 +76,7 @@ TEST(AttendSm90Pages, Shards) {
                     {.layout = cut.layout, .ranks = ranks, .block = cut.block, .on_hopper = true});
 }
 
-/// Each rank's keys go on from the state of those before, and the last one's end the rows.
+/// Each rank's keys continue the state of those before, and the last rank's finish the rows.
 TEST(AttendSm90Pages, Chains) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : kTypes)

@@ -1,5 +1,5 @@
-// What scores may go through in the Hopper kernel, against float64: large scales, softcap in each
-// of its forms, and ALiBi. Each test draws fresh inputs.
+// The transformations of scores in the Hopper kernel, against float64: large scales, softcap in
+// each of its forms, and ALiBi. Each test draws fresh inputs.
 #include <cmath>
 #include <optional>
 #include <vector>
@@ -85,7 +85,7 @@ TEST(AttendSm90Scores, Softcap) {
               7);
 }
 
-// The lse of a row with few keys shows what a cap costs in precision: there is nothing to average.
+// The lse of a row with few keys shows the error of a cap: there is nothing to average.
 TEST(AttendSm90Scores, SoftcapOfSmallScores) {
   LONGSPAN_NEEDS_HOPPER();
   for (float scale : {1e-5f, 0.01f, 0.1f})
@@ -102,9 +102,9 @@ TEST(AttendSm90Scores, SoftcapOfSmallScores) {
              .seed = fresh_seed()});
 }
 
-// Each form of the cap on both sides of where it ends: 0.1875, 0.6 and 2.5 of the cap. Scores are
-// so large that a row's largest, where a form that does not reach is furthest off, have the weight.
-// Products on both sides of 0, all above and all below; rows of the warp alike, and of three sizes.
+// Each form of the cap on both sides of its limit: 0.1875, 0.6 and 2.5 of the cap. Scores are so
+// large that a row's largest has the weight, where a form past its limit is furthest off. Products
+// on both sides of 0, all above and all below; rows of the warp alike, and of three sizes.
 TEST(AttendSm90Scores, FormsOfTheCap) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : kTypes)
@@ -134,8 +134,8 @@ TEST(AttendSm90Scores, FormsOfTheCap) {
           }
 }
 
-// What a row sees of keys beside its warp's others, or of rows that do not exist, does not change
-// how its own are capped: items that end inside a warp, with large rows of another sequence behind.
+// Keys of the warp's other rows, or of rows that do not exist, do not change how a row's own scores
+// are capped: items that end inside a warp, followed by large rows of another sequence.
 TEST(AttendSm90Scores, FormsOfTheCapBesideOtherRows) {
   LONGSPAN_NEEDS_HOPPER();
   for (int dim : {64, 128})
@@ -199,7 +199,7 @@ TEST(AttendSm90Scores, AlibiOfManyKeys) {
             41);
 }
 
-// Tiles far from the rows on both sides, and scores of the sign that their bias does not suggest.
+// Tiles far from the rows on both sides, and scores of the opposite sign to their bias.
 TEST(AttendSm90Scores, AlibiFarFromTheRows) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : kTypes)

@@ -1,6 +1,6 @@
 // The Hopper kernel by itself: both of its epilogues against float64, at the edges of its tiles,
 // with NaN in all memory beside the keys, and the same bits from run to run. Each test draws fresh
-// inputs. attend_sm90_scores_test has what scores go through.
+// inputs. attend_sm90_scores_test tests the transformations of scores.
 #include "tests/gpu/serving_ranks.hpp"
 #include "tests/gpu/sm90_run.hpp"
 #include "tests/support/grids.hpp"
@@ -73,7 +73,7 @@ TEST(AttendSm90, CausalFlags) {
             9);
 }
 
-// A NaN that a row sees stays NaN, and the other rows are as if it were not there.
+// A NaN that a row sees stays NaN, and does not affect the other rows.
 TEST(AttendSm90, NanStaysNan) {
   LONGSPAN_NEEDS_HOPPER();
   for (float softcap : {0.0f, 0.5f, 50.0f})
@@ -89,7 +89,7 @@ TEST(AttendSm90, NanStaysNan) {
                         .seed = fresh_seed()});
 }
 
-// What a rank's shard, a batch and documents decide; NaN wherever no row may look.
+// The effects of a rank's shard, a batch and documents; NaN in all places that no row may see.
 TEST(AttendSm90, Shards) {
   LONGSPAN_NEEDS_HOPPER();
   for (const Cut& cut :
@@ -142,7 +142,7 @@ TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
       }
 }
 
-// Pages are brought together first; then the sequence's context and its new rows are one.
+// Pages are copied together first; then the sequence's context and its new rows are one.
 TEST(AttendSm90, ChunkedPrefill) {
   LONGSPAN_NEEDS_HOPPER();
   const ServingOps kernels(Device::cuda);
@@ -196,7 +196,7 @@ TEST(AttendSm90, SameBitsFromRunToRun) {
   }
 }
 
-// The rows of a sequence take a kernel by its own length, so a launch leaves the others alone.
+// The length of a sequence chooses the kernel of its rows, so a launch skips the others.
 TEST(AttendSm90, ShortSequencesAreNotTouched) {
   LONGSPAN_NEEDS_HOPPER();
   const Case c{.dim = 64, .q_lens = {3, 50, 16}, .kv_lens = {90, 90, 90}, .seed = fresh_seed()};

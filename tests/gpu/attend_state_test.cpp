@@ -1,6 +1,6 @@
-// States in and out by ServingOps on a GPU: keys in a chain of calls, each going on from the state
-// of those before, against float64. The kernels behind it are judged in state_in_test.cpp; here it
-// is how a call reaches them: shards, starts of keys, workspace.
+// States in and out by ServingOps on a GPU: keys in a chain of calls, each continuing the state of
+// those before, against float64. state_in_test.cpp judges the kernels; this tests how a call
+// reaches them: shards, starts of keys, workspace.
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -14,8 +14,8 @@
 namespace longspan::tests {
 namespace {
 
-/// All shares of the keys in a random order; memory that is written is NaN first, and a word behind
-/// states and workspace must stay so.
+/// All shares of the keys in a random order; written memory is NaN first, and a word behind states
+/// and workspace must stay so.
 void check_chain(const Serving& s, Shard rule) {
   if (is_left_out(8 * work_of(s, rule.ranks))) return;
   const std::uint64_t seed = fresh_seed();
@@ -171,7 +171,7 @@ TEST(AttendState, ValuesOfAnotherWidth) {
               {.layout = Layout::ranges, .ranks = 2});
 }
 
-/// As one segment, and what reduce_segments makes of it.
+/// As one segment, and its result of reduce_segments.
 TEST(AttendState, IsHandedOut) {
   LONGSPAN_NEEDS_GPU();
   const Serving s{.heads = 4, .q_lens = {1, 5}, .kv_lens = {200, 60}, .page = 0};

@@ -1,5 +1,5 @@
-// The CUDA kernels against float64, over what multiplies: head dims, groups, dtypes, masks, layouts
-// with simulated ranks, and batches of uneven lengths. Each test draws fresh inputs.
+// The CUDA kernels against float64, over all combinations: head dims, groups, dtypes, masks,
+// layouts with simulated ranks, and batches of uneven lengths. Each test draws fresh inputs.
 #include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
@@ -125,7 +125,7 @@ TEST(Attend, UnevenBatches) {
               2);
 }
 
-/// More work tiles than a GPU holds blocks, many of them empty: blocks take one after another.
+/// More work tiles than blocks on a GPU, many of them empty: blocks take one after another.
 TEST(Attend, ManySequences) {
   LONGSPAN_NEEDS_GPU();
   std::mt19937 rng(fresh_seed());

@@ -1,4 +1,4 @@
-// Queries and results as models hold them, on a GPU.
+// Queries and results in a model's layout, on a GPU.
 #include "tests/support/batch_rows_tests.hpp"
 
 #include <cuda_runtime_api.h>

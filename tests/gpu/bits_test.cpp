@@ -127,7 +127,7 @@ TEST(Bits, RunToRun) {
   }
 }
 
-/// A graph captured with some lengths, replayed with others, gives what an eager call gives.
+/// A graph captured with some lengths, replayed with others, gives the result of an eager call.
 TEST(Bits, GraphReplayWithOtherLengths) {
   LONGSPAN_NEEDS_GPU();
   for (const bool invariant : {false, true}) {
@@ -181,9 +181,9 @@ TEST(Bits, GraphReplayWithOtherLengths) {
   }
 }
 
-/// Lengths from device arrays give the bits of lengths that the host knows: of short queries
-/// always, of long ones in the fixed order, since what the host knows decides how many splits there
-/// are.
+/// Lengths from device arrays give the bits of lengths that the host knows: for short queries
+/// always, for long ones in the fixed order. Otherwise the host's knowledge decides the number of
+/// splits.
 TEST(Bits, WhereLengthsAreKnown) {
   LONGSPAN_NEEDS_GPU();
   for (int q_len : {1, 12, reduced(60, 20)}) {

@@ -1,10 +1,10 @@
-// The keys of one sequence in parts, as the steps of a ring bring them: three ways to one result,
+// The keys of one sequence in parts, as in the steps of a ring: three ways to one result,
 //
 //     whole    one call over all keys, finished
 //     chain    each part begins from the state of those before; the last one is finished
 //     merge    each part into a slot of its own, then a merge of the slots
 //
-// each against float64. LONGSPAN_TIME=1 takes the sizes of a benchmark, times the ways in turns and
+// each against float64. LONGSPAN_TIME=1 uses the sizes of a benchmark, times the ways in turns and
 // prints a line of JSON for each; bench/chain.py makes records of them.
 #include <fmt/format.h>
 
@@ -73,7 +73,7 @@ class Chain {
     return 4.0 * kHeads * kDim * static_cast<double>(row_.tokens) * static_cast<double>(row_.keys);
   }
 
-  /// A few rows of what the last call gave.
+  /// A few rows of the last call's result.
   bench::Judge judge() const {
     const std::vector<std::byte> result = out_.download();
     bench::Judge found;
@@ -98,7 +98,7 @@ class Chain {
   }
 
  private:
-  /// The i-th of `parts` parts of the keys, which lie where the whole ones do.
+  /// The i-th of `parts` parts of the keys, at their places in the whole.
   kernels::AttendParams part(int i, int parts) const {
     const Shard shard = Shard::contiguous(row_.keys, i, parts);
     const std::int64_t step = std::int64_t{kKvHeads} * kDim,

@@ -1,7 +1,7 @@
-// Short queries and fp32 with everything that serving asks for, on simulated ranks of one GPU:
-// trees of drafts, shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts
-// of the keys. Exact by float64; bitwise where the fixed order promises it. A problem's caches hold
-// NaN, and its tables -1 or garbage, wherever no row may look.
+// Short queries and fp32 with all serving features, on simulated ranks of one GPU: trees of drafts,
+// shards interleaved by tokens, pages of every size and layout, fp8, ALiBi, parts of the keys.
+// Exact by float64; bitwise where the fixed order promises it. A problem's caches hold NaN, and its
+// tables -1 or garbage, in all places that no row may see.
 #include <cmath>
 #include <random>
 #include <vector>
@@ -18,7 +18,7 @@ ServingResult check(const ServingProblem& problem, const Dealt& setup, std::uint
 }
 void check(const Serving& s, const Dealt& setup = {}) { check_dealt(s, setup, kEveryRow); }
 
-/// What a cache may be stored as for products of a dtype.
+/// The possible types of a cache for products of a dtype.
 std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2}; }
 
 constexpr DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
@@ -72,7 +72,7 @@ TEST(DecodeFeatures, AlignedShardsKeepTheBits) {
         }
 }
 
-/// Where a key is stored, and in which layout, is nothing that the arithmetic sees.
+/// The place and the layout of a key do not affect the arithmetic.
 TEST(DecodeFeatures, PagesHaveTheBitsOfContiguousRows) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
@@ -111,7 +111,7 @@ TEST(DecodeFeatures, PageSizesAndLayouts) {
 }
 
 /// Two parts of many segments each are a work tile each, whose states wait on many levels: in
-/// registers, in shared memory, in memory.
+/// registers, in shared memory, in global memory.
 TEST(DecodeFeatures, ManySegmentsToAPiece) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : {DType::bf16, DType::fp16})
@@ -128,9 +128,9 @@ TEST(DecodeFeatures, ManySegmentsToAPiece) {
                 {.parts = {.count = 2}});
 }
 
-/// Queries become fp16 beside fp8 keys, with a power of two of their own: a power of two on the
-/// queries and its inverse on the scale change no bit, far beyond the range of fp16. Rows of very
-/// different sizes do not disturb each other.
+/// Queries become fp16 beside fp8 keys, with their own power of two. A power of two on the queries
+/// and its inverse on the scale change no bit, far beyond the range of fp16. Rows of very different
+/// sizes do not disturb each other.
 TEST(DecodeFeatures, Fp8KeysTakeQueriesOfAnySize) {
   LONGSPAN_NEEDS_GPU();
   for (const DType kv : {DType::e4m3, DType::e5m2}) {
@@ -152,7 +152,7 @@ TEST(DecodeFeatures, Fp8KeysTakeQueriesOfAnySize) {
       SCOPED_TRACE(trace(s, {}, seed));
       expect_same_bits(usual, run_dealt(problem, {}));
     }
-    // By now 2^-60: back to order 1, and every second row 2^40 times as large as the others.
+    // Now 2^-60: back to order 1, and every second row 2^40 times as large as the others.
     problem.shape.scale = 0.125f;
     for (std::int64_t i = 0; i < count; ++i)
       times(i, std::ldexp(1.0f, i / s.dim % 2 == 0 ? 60 : 100));
@@ -240,7 +240,7 @@ TEST(DecodeFeatures, DocumentsInOneSequence) {
       }
 }
 
-/// Rows of sequences of one query keep what they held.
+/// Rows of sequences of one query keep their contents.
 TEST(DecodeFeatures, DecodeRowsSkipped) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
@@ -292,7 +292,7 @@ TEST(DecodeFeatures, TheBatchAroundChangesNoBit) {
       }
 }
 
-/// More pieces than a GPU has places for: they are handed out, and long sequences' first.
+/// More pieces than fit on a GPU: they are handed out, those of long sequences first.
 TEST(DecodeFeatures, ManySequencesOfDifferentLengths) {
   LONGSPAN_NEEDS_GPU();
   for (const DType kv : stored(DType::bf16))
@@ -316,7 +316,7 @@ TEST(DecodeFeatures, ManySequencesOfDifferentLengths) {
     }
 }
 
-/// Beyond a power of two half of the tree's places are empty, and pieces are cut finer.
+/// Just past a power of two half of the tree's places are empty, and pieces are cut finer.
 TEST(DecodeFeatures, LengthsAroundAPowerOfTwo) {
   LONGSPAN_NEEDS_GPU();
   for (const DType kv : stored(DType::bf16))

@@ -1,5 +1,5 @@
 // A communicator, a layer and the calls of one rank compute on their own GPU, whichever is current,
-// and leave the caller's choice as it was.
+// and do not change the caller's choice.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -37,7 +37,7 @@ struct Rows {
   }
 };
 
-/// One row of decode by a layer on `world`, whose tensors lie where `place` makes current.
+/// One row of decode by a layer on `world`, with tensors on the GPU that `place` makes current.
 std::vector<float> attend_on(const Communicator& world, int place, int at_work) {
   const auto make = [&](std::size_t rows, std::uint32_t seed) {
     if (world.device() == Device::cuda) {

@@ -1,5 +1,5 @@
-// What a layer and class ServingOps report of arrays on a GPU: by name, when asked to look, and at
-// the place that waits.
+// What a layer and class ServingOps report about arrays on a GPU: by name, when asked to check, and
+// at the place that waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -69,7 +69,7 @@ class GpuFaults : public ::testing::Test {
     return tensor(memory, {kPages, kPage, kKvHeads, kDim});
   }
 
-  /// A batch where the kernels read it.
+  /// A batch in the kernels' memory.
   struct Arrays {
     Tensor table, start, kv_len, slots;
   };
@@ -114,8 +114,8 @@ class GpuFaults : public ::testing::Test {
   Buffer q, k, v, fresh, out;
 };
 
-// The kernels behind a check run nevertheless, so the faults here are such that they stay in memory
-// that is there: a page of another sequence, a row of another sequence.
+// The kernels behind a check run nevertheless, so the faults here stay in valid memory: a page of
+// another sequence, a row of another sequence.
 TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
   Attention layer(self(Device::cuda),
                   {.heads = kHeads,
@@ -131,7 +131,7 @@ TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
   for (float value : values) ASSERT_FLOAT_EQ(value, 0.25f);
   append(layer, {});
 
-  // The cache is given as one page shorter than it is.
+  // The cache is declared one page shorter than it is.
   Batch last;
   last.table[6] = kPages - 1;
   run(layer, last);
@@ -199,7 +199,7 @@ TEST_F(GpuFaults, ArgumentsAreRefusedBeforeAnythingIsQueued) {
   const ServingOps kernels(Device::cuda);
   SegmentedAttention a;
   PagedAttention& paged = a.attention;
-  paged.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim});  // said to be on the host
+  paged.q = Tensor(q.data(), fp32, {kTokens, kHeads, kDim});  // declared to be on the host
   paged.k_cache = pages(k);
   paged.v_cache = pages(v);
   with({}, [&](const Arrays& arrays) {
@@ -211,7 +211,7 @@ TEST_F(GpuFaults, ArgumentsAreRefusedBeforeAnythingIsQueued) {
     expect_fault("q is on the host; the work is done on the cuda",
                  [&] { kernels.segmented_attention(a); });
     paged.q.device = Device::cuda;
-    // Neither is an array that is said to be there.
+    // Nor is an array that is declared to be there.
     paged.kv_len.device = Device::host;
     expect_fault("kv_len is on the host; the work is done on the cuda",
                  [&] { kernels.segmented_attention(a); });

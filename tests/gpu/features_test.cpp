@@ -1,6 +1,6 @@
-// Long queries, alone and beside short ones, with everything that serving asks for: each feature
-// alone and all together, on simulated ranks, against float64. decode_features_test has the same
-// for short queries alone. Caches hold NaN, and tables -1 or garbage, wherever no row may look.
+// Long queries, alone and beside short ones, with all serving features: each feature alone and all
+// together, on simulated ranks, against float64. decode_features_test does the same for short
+// queries alone. Caches hold NaN, and tables -1 or garbage, in all places that no row may see.
 #include "tests/gpu/serving_ranks.hpp"
 
 namespace longspan::tests {
@@ -10,7 +10,7 @@ using test::Cut;
 
 constexpr DType kTypes[] = {DType::bf16, DType::fp16, DType::fp32};
 
-/// What a cache may be stored as for products of a dtype.
+/// The possible types of a cache for products of a dtype.
 std::vector<DType> stored(DType dtype) { return {dtype, DType::e4m3, DType::e5m2}; }
 
 /// Rows past a tile's 128, a short sequence, one of a single query, and an empty one.
@@ -36,8 +36,8 @@ TEST(Features, PageSizesAndLayouts) {
         }
 }
 
-/// Pages a multiple of no vector apart, queries at odd addresses, page sizes that vectors do not
-/// divide: element by element.
+/// Pages at distances that are not a multiple of a vector, queries at odd addresses, page sizes
+/// that vectors do not divide: element by element.
 TEST(Features, OddStrides) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
@@ -85,7 +85,7 @@ TEST(Features, Groups) {
       }
 }
 
-/// Positions of a shard's keys decide about the window, the causal bound, ALiBi and qq_bias.
+/// Positions of a shard's keys decide the window, the causal bound, ALiBi and qq_bias.
 TEST(Features, Shards) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : {DType::bf16, DType::fp32})

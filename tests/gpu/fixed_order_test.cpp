@@ -1,5 +1,5 @@
-// The walk of the CUDA kernels against the order of longspan/order.hpp, on the host: it visits what
-// is visible, in the order of places, and the stack's rule folds it into the order's tree.
+// The walk of the CUDA kernels against the order of longspan/order.hpp, on the host. It visits the
+// visible keys in the order of places, and the stack's rule folds them into the order's tree.
 #include "kernels/cuda/common/fixed_order.cuh"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-/// A tree over the places of segments, written out: "(a b)" folds a with b. Empty sides vanish.
+/// A tree over the places of segments, as text: "(a b)" folds a with b. Empty sides vanish.
 std::string tree_of(const std::map<std::int64_t, std::string>& leaves, std::int64_t first,
                     int level) {
   if (level == 0) return leaves.contains(first) ? leaves.at(first) : "";
@@ -27,7 +27,7 @@ std::string tree_of(const std::map<std::int64_t, std::string>& leaves, std::int6
   return b.empty() ? a : "(" + a + " " + b + ")";
 }
 
-/// What the stack makes of a walk.
+/// The stack's tree for a walk.
 std::string fold_of(SegmentWalk walk, int* depth) {
   std::vector<std::pair<int, std::string>> waiting;
   std::string newest;
@@ -68,7 +68,7 @@ Shard draw_shard(std::mt19937& rng, int trial, std::int64_t length, int rank, in
                           : Shard::striped(length, rank, ranks);
 }
 
-/// A rank's part of a sequence, and the local keys that some row sees: all, or some of them.
+/// A rank's part of a sequence, and the local keys that some row sees: all or some.
 struct Drawn {
   Shard shard;
   std::int64_t length;
@@ -112,7 +112,7 @@ TEST(FixedOrder, WalkAndStackMakeTheTree) {
   }
 }
 
-/// What consumers make of a planned walk. `most_far` becomes the most states that wait far.
+/// The consumers' tree for a planned walk. `most_far` becomes the most states that wait far.
 std::string fold_of(PlannedWalk walk, int segments, int* most_far) {
   std::string newest, held, near;
   std::vector<std::string> far;
@@ -163,7 +163,7 @@ TEST(FixedOrder, PlansMakeTheTree) {
   }
 }
 
-/// In a full tree a half of the states is held, and a quarter waits near.
+/// In a full tree half of the states are held, and a quarter wait near.
 TEST(FixedOrder, PlansHoldWhatComesSoonest) {
   const std::int64_t length = kSegment << 9;
   PlannedWalk walk(Shard::contiguous(length, 0, 1).order(length), {0, length});
@@ -178,7 +178,7 @@ TEST(FixedOrder, PlansHoldWhatComesSoonest) {
   EXPECT_EQ(count[Waits::nowhere], 1);
 }
 
-/// Each turn takes a split of its own, those that are held, all segments are in them, and folded by
+/// Each turn takes its own split, of those that are held. All segments are in them, and folded by
 /// their numbers they make the tree.
 void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrder& order,
                     const Interval& all) {
@@ -201,7 +201,7 @@ void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrd
             fold_of(SegmentWalk(order, all, 0, 1), &depth));
 }
 
-/// Those that the length of one sequence is worth, and those of several sequences, cut or not.
+/// The splits that suit the length of one sequence, and those of several sequences, cut or not.
 TEST(FixedOrder, TakenSplitsMakeTheTree) {
   std::mt19937 rng(tests::fresh_seed());
   for (int trial = 0; trial < 2000; ++trial) {
@@ -230,8 +230,8 @@ TEST(FixedOrder, TakenSplitsMakeTheTree) {
   }
 }
 
-/// Splits without keys are neither taken nor, where one leaf after the other has a segment more,
-/// counted.
+/// Splits without keys are not taken. Where one leaf after the other has a segment more, they are
+/// not counted either.
 TEST(FixedOrder, SplitsBeyondTheLastKeyAreLeft) {
   SplitNumbers numbers{4, 4, true, nullptr};  // 16 leaves, as on the first of four ranks
   // Half full: 16 splits of a leaf; a sixteenth more, and beyond: 8.

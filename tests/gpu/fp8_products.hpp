@@ -1,5 +1,5 @@
-// Inputs of products of e4m3 that lose nothing by the kernel's roundings, and their judge: what is
-// wrong with such a result is a wrong place or a wrong key.
+// Inputs of products of e4m3 for which the kernel's roundings lose nothing, and their judge: an
+// error is a wrong place or a wrong key.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Random sequences for the CUDA kernels, and what tests of these need of a GPU.
+// Random sequences for the CUDA kernels, and helpers for their tests on a GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -41,7 +41,7 @@ using tests::reduced;
     if (longspan_gpu.major != 9) GTEST_SKIP() << longspan_gpu.name << " is not Hopper"; \
   } while (0)
 
-/// The GPU's, without what is behind the point.
+/// The GPU's, without the part after the point.
 inline int compute_capability() {
   int major = 0;
   EXPECT_EQ(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0), cudaSuccess);
@@ -180,7 +180,7 @@ struct Data {
       slopes.push_back(std::exp2(-8.0f * static_cast<float>(h + 1) / static_cast<float>(c.heads)));
   }
 
-  /// What ALiBi adds to the scores of row t of sequence b: [kv_len]; or nothing.
+  /// ALiBi's bias of the scores of row t of sequence b: [kv_len]; or nothing.
   std::vector<double> bias(const Case& c, std::size_t b, std::int64_t t, int head) const {
     std::vector<double> bias;
     if (!c.alibi) return bias;

@@ -1,4 +1,4 @@
-// What float64 says of a result of gpu_run.hpp.
+// Compares a result of gpu_run.hpp with float64.
 #pragma once
 
 #include <cstring>
@@ -11,8 +11,8 @@
 
 namespace longspan::test {
 
-/// What float64 says of an fp32 result, and what a plain computation would have made of it: every
-/// step in fp32, one key after the other.
+/// The errors of an fp32 result against float64, and those of a plain computation: every step in
+/// fp32, one key after the other.
 struct Judgement {
   double worst_lse = 0;   // max |lse - exact| / (1 + |exact|); infinities must agree
   double norm = 0;        // |out - exact| / |exact|
@@ -109,13 +109,13 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
   return verdict;
 }
 
-/// A bias is rounded when it is made, when it is added and when the maximum is taken off: relative
+/// A bias is rounded when it is made, when it is added and when the maximum is subtracted: relative
 /// to its size, which may be far above that of a score.
 constexpr double kOfBias = 4 * 0x1p-24;
 
-/// Every element within what two roundings can do: of the weights before they meet the values, and
-/// of the output; every lse within lse_bound. Unlike a comparison of worst errors this never fails
-/// by chance, and it is tight: a key too many or too few shows.
+/// Every element within the bound of two roundings: of the weights before the product with the
+/// values, and of the output. Every lse within lse_bound. Unlike a comparison of worst errors this
+/// never fails by chance, and it is tight: a key too many or too few shows.
 inline void expect_within_rounding(const Case& c, const Data& data, const Result& result,
                                    int stride = 1) {
   const double unit = c.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;        // of one rounding
@@ -145,7 +145,7 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
           const double lse = result.lse[static_cast<std::size_t>(row)];
           double lse_off = 4 * 0x1p-24 * std::abs(exact.lse);    // a sink alone, to base 2 and back
           Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
-          double single = kSingle;                               // what fp32 may do to a weight
+          double single = kSingle;                               // the error of fp32 in a weight
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
@@ -183,8 +183,8 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
   }
 }
 
-/// 16 bits: every element. fp32: at most twice the error of a plain computation by norm, where 2e-6
-/// is good enough: with scores of order 10 fp32 itself is worse.
+/// 16 bits: every element. fp32: by norm at most twice the error of a plain computation, but 2e-6
+/// is good enough. With scores of order 10 fp32 itself is worse.
 inline void expect_exact(const Case& c, const Data& data, const Result& result, int stride = 1) {
   if (c.dtype != DType::fp32) return expect_within_rounding(c, data, result, stride);
   const Judgement verdict = judge(c, data, result, stride);

@@ -1,6 +1,6 @@
-// One call of the CUDA kernels as a test sees it: the sequences of a case, dealt out to simulated
-// ranks on one GPU, attended rank by rank into the slots of the gathered states, merged. Outputs
-// are poisoned with NaN first, so a row that nobody writes shows.
+// One call of the CUDA kernels in a test: the sequences of a case, dealt out to simulated ranks on
+// one GPU, attended rank by rank into the slots of the gathered states, and merged. Outputs are
+// poisoned with NaN first, so an unwritten row shows.
 #pragma once
 
 #include <memory>
@@ -95,7 +95,7 @@ class GpuRun {
     scratch_ = OnGpu<std::byte>(backend_->attend_scratch(bounds()));
   }
 
-  /// Queues where each sequence's keys of a rank begin, which attention reads.
+  /// Queues the starts of each sequence's keys on a rank, which attention reads.
   void find_key_starts(int rank, cudaStream_t stream = nullptr) {
     const Rank& on = ranks_[static_cast<std::size_t>(rank)];
     if (lengths_on_device())
@@ -184,7 +184,7 @@ class GpuRun {
 
   bool lengths_on_device() const { return c_.batch() > 1 || c_.device_lengths; }
 
-  /// As the layer plans: no arrays and no length.
+  /// As in the layer's plan: no arrays and no length.
   kernels::AttendParams bounds() const {
     kernels::AttendParams p = c_.params();
     if (c_.alibi) p.bias = {Floats(slopes_.data()), *c_.alibi};

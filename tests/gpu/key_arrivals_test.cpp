@@ -1,6 +1,7 @@
 // Attention that begins before the keys, and queries, of other ranks have come (KeyArrivals), and
 // whose rows end in the memory of several ranks (RowPlaces): against float64 and the bits of a call
-// that has all keys. What comes late is NaN until then, and so is all that the call must not read.
+// that has all keys. Late data are NaN until they come, as is all memory that the call must not
+// read.
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -20,13 +21,13 @@ namespace {
 
 using kernels::KeyArrivals;
 
-/// What of a call other ranks have to do with.
+/// The parts of a call that involve other ranks.
 enum class Others {
   send_keys,  // as in gather-kv
   send_all    // as in heads: keys and queries, and they get the finished rows
 };
 
-/// One rank's call, and the others, which send it what is theirs in some pieces each.
+/// One rank's call, and the others, which each send it their data in some pieces.
 class LateRows {
  public:
   LateRows(const Case& c, const Data& data, const Shard& shard, int pieces, Others others)
@@ -44,7 +45,7 @@ class LateRows {
       keys_.push_back(*stretches_of(shard.with_rank(rank), keys()));
       rows_.push_back(*stretches_of(shard.with_rank(rank), rows()));
     }
-    // A call may have queries of a group in several pieces where they come too.
+    // A call may have queries of a group in several pieces where queries come too.
     const int unit = others == Others::send_all ? 1 : c.heads / c.kv_heads;
     arrivals_.heads_a_piece = unit * static_cast<int>(divided_up(c.heads / unit, pieces));
     pieces_ = at(divided_up(c.heads, arrivals_.heads_a_piece));
@@ -83,7 +84,8 @@ class LateRows {
     return p;
   }
 
-  /// Queues the call first, and then what it waits for. The ranks say `words` of the run.
+  /// Queues the call first, and then the data that it waits for. `words`: the ranks' digests of the
+  /// run.
   Result run(const std::vector<std::uint64_t>& words) {
     OwnStream computes, sends;
     const OnGpu<std::uint64_t> said(words);
@@ -102,11 +104,11 @@ class LateRows {
   }
   Result run() { return run(equal_words()); }
 
-  /// The same where a kernel of each rank puts what is that rank's, the own one right ahead of the
-  /// call, which begins beside it.
+  /// The same where a kernel of each rank puts that rank's data. The own kernel runs right before
+  /// the call, which begins beside it.
   Result run_beside_puts() {
     OwnStream computes;
-    std::vector<OwnStream> puts(at(shard_.ranks));  // as each waits until all have room
+    std::vector<OwnStream> puts(at(shard_.ranks));  // since each waits until all have room
     words_.poison();
     const OnGpu<unsigned> done(std::vector<unsigned>(
         static_cast<std::size_t>(shard_.ranks * kernels::RowPuts::kMostPieces), 0));
@@ -137,15 +139,15 @@ class LateRows {
     return result();
   }
 
-  /// Whether the pieces are such as a kernel puts, of whole groups or of equal parts of one, and
-  /// the kernels of all ranks, which wait for each other, have places on one GPU beside the call.
+  /// Whether the pieces are such as a kernel puts (whole groups, or equal parts of one), and the
+  /// kernels of all ranks, which wait for each other, fit on one GPU beside the call.
   bool fits_puts() const {
     if (shard_.ranks > 4) return false;
     const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
     return some % group == 0 || group % some == 0;
   }
 
-  /// What the call said of the words.
+  /// The call's report about the words.
   std::uint64_t report() const { return report_.values(1)[0]; }
   static constexpr std::uint32_t kRun = 5;
 
@@ -154,7 +156,7 @@ class LateRows {
     return std::vector<std::uint64_t>(static_cast<std::size_t>(shard_.ranks), 11);
   }
 
-  /// Where the results of a call go, which are poison until then. Nothing is on its way.
+  /// The memory of a call's results, poisoned before the call. No data are on their way.
   kernels::sm90::Finished finished_rows() {
     kernels::sm90::Finished finished = whole_.poisoned();
     finished.headers = {words_.data(), shard_.rank, shard_.ranks, kRun, report_.data()};
@@ -162,7 +164,7 @@ class LateRows {
       there_.poison();
       finished.places = places_;
     }
-    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // as streams of tests wait for no other
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);  // since streams of tests wait for no other
     return finished;
   }
   Result result() const {
@@ -172,7 +174,7 @@ class LateRows {
     return gathered(here);
   }
 
-  /// What a rank sends, put here.
+  /// A rank's data, put here.
   kernels::RowPuts puts_of(int rank, unsigned* done) const {
     kernels::RowPuts puts;
     puts.pieces = static_cast<int>(pieces_);
@@ -211,8 +213,8 @@ class LateRows {
     return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
   }
 
-  /// Every rank gets rows and lse of its own: the last rank's come first, and behind each rank's
-  /// rows [rows, heads, dim] stand their lse [heads, rows].
+  /// Every rank gets its own rows and lse. The last rank's come first, and after each rank's rows
+  /// [rows, heads, dim] come their lse [heads, rows].
   void find_places() {
     std::int64_t bytes = 0;
     starts_.resize(at(shard_.ranks));
@@ -232,7 +234,7 @@ class LateRows {
                 reinterpret_cast<float*>(there_.data() + lse_at(rank)) + one.first,
                 count_rows(rows_[at(rank)])};
   }
-  /// Where a rank's lse are, in bytes.
+  /// The place of a rank's lse, in bytes.
   std::int64_t lse_at(int rank) const {
     return starts_[at(rank)] + count_rows(rows_[at(rank)]) * query_bytes();
   }
@@ -265,8 +267,8 @@ class LateRows {
                                 stream),
               cudaSuccess);
   }
-  /// What a rank sends in one piece of heads; of own keys, which are read where they lie, what has
-  /// to come all the same.
+  /// The data that a rank sends in one piece of heads; for own keys, which are read in place, the
+  /// data that must come nevertheless.
   void send_heads(std::size_t piece, int rank, cudaStream_t stream) const {
     const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
     const int begin = static_cast<int>(piece - 1) * some, end = std::min(begin + some, c_.heads);
@@ -298,7 +300,7 @@ class LateRows {
   Shard shard_;
   Others others_;
   Sm90Run whole_;               // has queries and results
-  OnGpu<std::byte> q_, k_, v_;  // as the call sees them
+  OnGpu<std::byte> q_, k_, v_;  // in the call's form
   OnGpu<std::byte> all_q_, all_k_, all_v_, own_k_, own_v_;
   OnGpu<PutFlags> flags_;  // of each rank
   OnGpu<std::uint64_t> words_, report_;
@@ -356,8 +358,7 @@ TEST(KeyArrivals, EveryRankOfEveryLayoutInOneAndSeveralPieces) {
         }
 }
 
-/// A whole prefill, of whose rows some see own keys alone and go ahead of the others, in sections
-/// of heads.
+/// A whole prefill: some rows see only own keys and run before the others, in sections of heads.
 TEST(KeyArrivals, RowsThatSeeOwnKeysAlone) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int ranks : {2, 3})
@@ -413,7 +414,7 @@ TEST(KeyArrivals, EveryMaskTileAndWayToScore) {
         }
 }
 
-/// What ranks say of the run comes late too, and is compared before anything is written.
+/// The ranks' digests of the run come late too, and are compared before anything is written.
 TEST(KeyArrivals, CompareWhatRanksSay) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int other : {0, 2}) {
@@ -428,7 +429,7 @@ TEST(KeyArrivals, CompareWhatRanksSay) {
   }
 }
 
-/// Which calls may begin early, and that others say so.
+/// Which calls may begin early, and that others report it.
 TEST(KeyArrivals, AreForCallsWhoseKernelWaits) {
   LONGSPAN_NEEDS_HOPPER();
   const Case c{.q_lens = {40}, .kv_lens = {300}, .seed = fresh_seed()};
@@ -464,7 +465,7 @@ TEST(KeyArrivals, AreForCallsWhoseKernelWaits) {
   EXPECT_FALSE(takes([](Attend& p, Merge&) { p.shard.ranks = 2; }));
   EXPECT_FALSE(takes([](Attend& p, Merge&) { p.score.scale = -1; }));
   EXPECT_FALSE(takes([](Attend&, Merge& m) { m.dtype = DType::fp32; }));
-  KeyArrivals odd = late.arrivals();  // own keys at an address that TMA does not take
+  KeyArrivals odd = late.arrivals();  // own keys at an address that TMA does not support
   odd.k.data = static_cast<std::byte*>(odd.k.data) + 2;
   EXPECT_FALSE(takes([&](Attend& p, Merge&) { p.arrivals = &odd; }));
   EXPECT_THROW(backend->attend(late.params(), {stream}), InputError);

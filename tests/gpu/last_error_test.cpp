@@ -1,5 +1,5 @@
-// Errors that were caught, and errors of the caller's own, do not end the next run: launches report
-// their own status (kernels/cuda/common/launch.hpp), and what is thrown does not stay behind.
+// Caught errors, and the caller's own errors, do not end the next run: launches report their own
+// status (kernels/cuda/common/launch.hpp), and a thrown error does not stay behind.
 #include "longspan/error.hpp"
 #include "tests/gpu/gpu_judge.hpp"
 
@@ -28,7 +28,7 @@ TEST(LastError, OfTheCallerIsNotOurs) {
     run.poison();
     ASSERT_NE(cudaSetDevice(-1), cudaSuccess);
     EXPECT_NO_THROW(run.queue());
-    // It may be gone: a cudaFuncSetAttribute that works clears it (CUDA 13.0).
+    // It may be gone: a successful cudaFuncSetAttribute clears it (CUDA 13.0).
     static_cast<void>(cudaGetLastError());
     expect_exact(c, data, run.result());
   }

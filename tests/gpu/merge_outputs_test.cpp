@@ -15,7 +15,7 @@ std::unique_ptr<kernels::Backend> make_backend() {
 
 namespace {
 
-/// More than 2^31 elements in each tensor; the rows at both ends and around 2^31 are looked at.
+/// More than 2^31 elements in each tensor; the rows at both ends and around 2^31 are checked.
 TEST_F(MergeOutputs, OffsetsOfMoreThan32Bits) {
   LONGSPAN_NEEDS_MORE_THAN_A_SIMULATOR("tensors of 13 GB");
   constexpr std::int64_t kTokens = 524'388, kHeads = 32, kDim = 128;
@@ -63,7 +63,7 @@ TEST_F(MergeOutputs, OffsetsOfMoreThan32Bits) {
   }
 }
 
-/// Parts that were gathered of different runs: nothing is written, and which rank differs is
+/// Parts that were gathered in different runs: nothing is written, and the rank that differs is
 /// reported.
 TEST_F(MergeOutputs, PartsOfDifferentRunsAreNotMerged) {
   for (const int parts : {2, 3})
@@ -96,7 +96,7 @@ TEST_F(MergeOutputs, PartsOfDifferentRunsAreNotMerged) {
         p.headers = {digests.data(), 1, parts, 9, report};
         backend().merge_outputs(p, {});
         const std::vector<float> got = out.values(), logs = out_lse.values();
-        // Rank 1 looks: where its own word is the other one, it is rank 0 that says another.
+        // Rank 1 checks: where its own word is the other one, rank 0 is the one that differs.
         const int other = differs == 1 ? 0 : differs;
         EXPECT_EQ(*report, differs < 0 ? 0 : kernels::RunHeaders::reported(9, other));
         for (const std::vector<float>& values : {got, logs})

@@ -1,5 +1,5 @@
-// Empty is a value, and NaN stays where it belongs: a NaN query in its own row, NaN or infinity in
-// keys that nobody may see in no row at all.
+// Empty is a value, and NaN stays in its place: a NaN query in its own row, and NaN or infinity in
+// keys that no row sees in no row at all.
 #include "tests/gpu/gpu_judge.hpp"
 
 namespace longspan::test {
@@ -107,7 +107,7 @@ TEST(Nan, KeysPastALengthReachNoOutput) {
     }
 }
 
-/// Keys whose score is -inf are invisible; a row of nothing else is empty.
+/// Keys whose score is -inf are invisible; a row with only such keys is empty.
 TEST(Nan, MinusInfinityIsInvisible) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)

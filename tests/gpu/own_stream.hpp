@@ -1,4 +1,4 @@
-// A stream of a test's own, which waits for no other.
+// A test's own stream, which waits for no other.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ class OwnStream {
   operator cudaStream_t() const { return stream_; }
   void wait() const { EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess); }
 
-  /// What it has waits for others. In a simulator nothing runs while nobody waits for it.
+  /// Its work waits for others. In a simulator work runs only while something waits for it.
   void expect_waits() const {
     if (tests::kSimulated) return;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));

@@ -1,3 +1,3 @@
-// A part to where it travels from, on a GPU.
+// Copies a part to the place that it is sent from, on a GPU.
 #include "tests/gpu/on_gpu.hpp"
 #include "tests/support/pack_outputs_tests.hpp"

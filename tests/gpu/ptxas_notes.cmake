@@ -1,5 +1,5 @@
-# The build fails where ptxas gives up (cmake/no_ptxas_loss.sh): seen on a kernel where it does, and
-# not on one without products. Arguments: NVCC, ROOT (of the repository).
+# The build fails where ptxas drops an optimisation (cmake/no_ptxas_loss.sh): tested on a kernel
+# where it does, and on one without products. Arguments: NVCC, ROOT (of the repository).
 foreach(name serialised plain)
   if(name STREQUAL "plain")
     file(WRITE plain.cu "__global__ void plain(float* out) { out[threadIdx.x] = 1; }\n")

@@ -1,5 +1,5 @@
-// Kernels of several ranks, all on one GPU here, that meet by counters (PutFlags): who waits for
-// whom, over several runs.
+// Kernels of several ranks, all on one GPU here, that meet by counters (PutFlags): the waits
+// between ranks, over several runs.
 #include <gmock/gmock.h>
 
 #include <vector>
@@ -35,8 +35,9 @@ class MeetingOfRanks : public OnDevice {
     load_kernels();
   }
 
-  /// CUDA loads a kernel when it is first launched, and the launch may wait for all kernels that
-  /// run: where those wait for it in turn, as here with all ranks on one GPU, it must be there.
+  /// CUDA loads a kernel when it is first launched, and the launch may wait for all running
+  /// kernels. Where those wait for it in turn, as here with all ranks on one GPU, it must already
+  /// be loaded.
   void load_kernels() const {
     const auto alone = on_device(std::vector<PutFlags>(1));
     const auto row = poisoned<std::byte>(2 * kWidth);
@@ -53,7 +54,7 @@ class MeetingOfRanks : public OnDevice {
   }
 
   /// A rank puts its rows to every rank. By default its kernel leaves room for those of the others,
-  /// and does not wait for what they put.
+  /// and does not wait for their rows.
   void put(int rank, bool beside = true) const {
     RowPuts puts;
     puts.beside = beside;
@@ -68,14 +69,14 @@ class MeetingOfRanks : public OnDevice {
     backend().put_rows(puts, {streams_[at(rank)]});
   }
 
-  /// What a rank has got from all.
+  /// The rows that a rank received from all.
   std::vector<std::byte> got(int rank) const {
     const std::vector<std::byte> all = place_.values();
     const auto first = all.begin() + rank * kRanks * kRankBytes;
     return {first, first + kRanks * kRankBytes};
   }
 
-  /// In a simulator a look at memory would wait for the kernels.
+  /// In a simulator a read of memory would wait for the kernels.
   void expect_nothing_there() const {
     if (kSimulated) return;
     EXPECT_THAT(place_.values(), ::testing::Each(std::byte{0xff}));
@@ -108,7 +109,7 @@ class MeetingOfRanks : public OnDevice {
   DeviceArray<unsigned> done_;
   std::vector<std::byte> sent_;
   DeviceArray<std::byte> from_, place_;
-  std::byte* source_ = nullptr;  // of what is put
+  std::byte* source_ = nullptr;  // of the rows that are put
   std::vector<OwnStream> streams_;
 };
 
@@ -133,7 +134,7 @@ TEST_F(MeetingOfRanks, NothingIsPutBeforeEveryRankHasRoomAndAllIsHereAtTheEnd) {
   }
 }
 
-/// Rows of the run before may still be on their way when a rank is done with it.
+/// Rows of the last run may still be on their way when a rank is done with it.
 TEST_F(MeetingOfRanks, ARankHasRoomOnceAllThatWasPutBeforeIsHere) {
   for (int rank = 0; rank < kRanks; ++rank) put(rank);
   for (const OwnStream& stream : streams_) stream.wait();
@@ -165,7 +166,7 @@ TEST_F(MeetingOfRanks, NoResultIsCopiedBeforeEveryRanksAttentionHasEnded) {
       streams_[0].expect_waits();
       streams_[2].expect_waits();
       expect_nothing_there();
-      copy(1, tokens);  // a rank without rows says so too
+      copy(1, tokens);  // a rank without rows reports it too
       for (const OwnStream& stream : streams_) stream.wait();
       const std::vector<std::byte> all = place_.values();
       for (const int rank : {0, 2})
@@ -189,7 +190,7 @@ TEST_F(MeetingOfRanks, NobodyWaitsForCountersThatAreFreed) {
   EXPECT_EQ(flags_.values()[0].runs, 1u);
 }
 
-/// Runs that nobody on the host waits between: none overwrites what another rank still reads.
+/// Runs without waits on the host between them: none overwrites rows that another rank still reads.
 TEST_F(MeetingOfRanks, RunsThatFollowEachOtherKeepApart) {
   constexpr int kRuns = 4;
   const auto of_a_rank = static_cast<std::int64_t>(sent_.size());

@@ -1,6 +1,6 @@
 // Rows that are put into the memory of several ranks, which are regions of one GPU here: all of
-// them in the place that each has, nothing beside them, and counters at every rank; and ranks that
-// wait for each other.
+// them at their place in each, with nothing written beside them, and counters at every rank; and
+// ranks that wait for each other.
 #include <gmock/gmock.h>
 
 #include "kernels/row_puts.hpp"
@@ -84,7 +84,7 @@ class PutRows : public OnDevice {
       regions.apply(i, from, expected[at]);
     }
     puts.divide();
-    constexpr int kTurns = 2;  // what counts warps begins anew, with other numbers of them
+    constexpr int kTurns = 2;  // the count of warps begins anew, with other numbers of them
     for (int turn = 0; turn < kTurns; ++turn) {
       puts.beside = turn == 0;
       backend().put_rows(puts, {});
@@ -124,7 +124,7 @@ TEST_F(PutRows, OfAnyWidthInParts) {
       }
 }
 
-/// Parts that go with every so many pieces, several ranks, blocks of no rows, and none at all.
+/// Parts that go after every few pieces, several ranks, blocks of no rows, and no blocks.
 TEST_F(PutRows, ToEveryRankInPieces) {
   for (const int ranks : {1, 3, 8}) {
     SCOPED_TRACE(std::to_string(ranks) + " ranks");

@@ -1,4 +1,4 @@
-// A rank's share of the query rows, on a GPU: masks and biases go by where a row stands in its
+// A rank's share of the query rows, on a GPU: masks and biases depend on a row's position in its
 // sequence, for every layout of the rows against every layout of the keys, against float64.
 #include "tests/gpu/fp8_products.hpp"
 #include "tests/gpu/serving_ranks.hpp"
@@ -99,8 +99,8 @@ TEST(QueryShards, Documents) {
       }
 }
 
-/// Hopper's kernel for long queries takes shares too; with ALiBi those whose rows follow on each
-/// other.
+/// Hopper's kernel for long queries supports shares too; with ALiBi only those whose rows follow
+/// each other.
 TEST(QueryShards, OnHopper) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : {DType::bf16, DType::fp16})
@@ -125,7 +125,7 @@ TEST(QueryShards, OnHopper) {
         }
 }
 
-/// A tensor core cuts sums of products of e4m3, so the inputs are such that it loses nothing.
+/// A tensor core cuts sums of products of e4m3, so the inputs are chosen to lose nothing.
 TEST(QueryShards, ProductsOfE4m3) {
   LONGSPAN_NEEDS_HOPPER();
   for (const QueryCut& rows : kCuts) {

@@ -1,5 +1,5 @@
-// Products whose sums are used while they are under way: ptxas runs them one after the other and
-// says so in a note, on which the build has to fail.
+// Products whose sums are used before they end: ptxas runs them one after the other and reports it
+// in a note, on which the build has to fail.
 __global__ void serialised(float* out, unsigned long long a, unsigned long long b) {
   float sums[4] = {};
   for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
 // A serving problem through the CUDA kernels themselves: every rank (or every part of the keys)
-// attends into a slot of its own on one GPU, then one merge. Everything written is NaN beforehand.
+// attends into its own slot on one GPU, then one merge. All written memory is NaN beforehand.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@
 
 namespace longspan::tests {
 
-/// How the query rows of each sequence are dealt out.
+/// The layout of the query rows of each sequence.
 struct QueryCut {
   Layout layout = Layout::contiguous;
   int ranks = 1;
   std::int64_t block = kSegment;
 };
 
-/// How a problem's keys are dealt out, and what else a kernel is told.
+/// The layout of a problem's keys, and other arguments of a kernel.
 struct Dealt {
   Layout layout = Layout::contiguous;
   int ranks = 1;
@@ -31,13 +31,13 @@ struct Dealt {
   kernels::KeyParts parts = {};  // with one rank
   bool odd_queries = false;      // q's rows at odd addresses
   bool bounded = true;           // the longest sequence is known
-  bool on_hopper = false;        // the kernel for long queries on Hopper must take it
+  bool on_hopper = false;        // the kernel for long queries on Hopper must run
   bool fp8_products = false;
-  bool chain = false;        // one slot: each rank's keys go on from the state of those before
+  bool chain = false;        // one slot: each rank's keys continue the state of those before
   bool empty_first = false;  // chain: the first rank's too, from empty states
-  bool finished = false;     // chain: the last rank's end the rows, where a kernel can (and on
+  bool finished = false;     // chain: the last rank's finish the rows, where a kernel can (and on
                              // Hopper it must)
-  bool narrow = false;       // chain: scratch that holds no states aside
+  bool narrow = false;       // chain: scratch without room for separate states
   bool tf32 = false;
   QueryCut queries = {};  // each share attends by itself to the keys of all ranks
 };
@@ -56,7 +56,7 @@ inline std::string trace(const Serving& s, const Dealt& dealt, std::uint64_t see
          std::to_string(seed);
 }
 
-/// Keys or values of a cache as kernels see them.
+/// Keys or values of a cache in the kernels' form.
 inline kernels::KvRows rows_of(const Tensor& t, const Serving& s, bool values) {
   if (s.page == 0) return {t.data, t.stride[0], t.stride[1]};
   kernels::KvRows rows(t.data, t.stride[s.x_packed ? 3 : 1], t.stride[s.x_packed ? 1 : 2]);
@@ -83,7 +83,7 @@ std::vector<std::int64_t> uneven_cuts(const Lengths& lengths, int ranks) {
   return cuts;
 }
 
-/// NaN in what nobody may read: max and o of empty states. With `all`, every state becomes empty.
+/// NaN in unreadable parts: max and o of empty states. With `all`, every state becomes empty.
 inline void poison_empty(kernels::StateSlots states, Buffer& memory, bool all = false) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   std::vector<std::byte> host(memory.bytes());
@@ -100,7 +100,7 @@ inline void poison_empty(kernels::StateSlots states, Buffer& memory, bool all = 
   memory.upload(host.data());
 }
 
-/// The states of sequences that are left out hold what they held.
+/// The states of skipped sequences are unchanged.
 inline void expect_left_out(const ServingProblem& problem, kernels::StateSlots states,
                             const Buffer& memory, bool were_empty) {
   std::vector<std::byte> host(memory.bytes());
@@ -138,9 +138,9 @@ inline QueryShare query_share(const ServingProblem& problem, const QueryCut& cut
   return share;
 }
 
-/// The rows of one share of the queries, over the keys of all ranks; in their own order. Results
+/// The rows of one share of the queries, over the keys of all ranks, in their own order. Results
 /// have room for all rows of the problem. `on_hopper`: set where the kernel for long queries on
-/// Hopper takes a rank's.
+/// Hopper computes a rank's.
 inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt,
                                const QueryShare& share, bool* on_hopper = nullptr) {
   const Serving& s = problem.shape;
@@ -286,7 +286,7 @@ inline ServingResult check_dealt(const ServingProblem& problem, const Dealt& dea
       judge(problem, found.out, found.lse, problem.all_rows(), problem.tolerance(), sampled);
   EXPECT_TRUE(verdict.right()) << verdict.wrong << " of " << verdict.compared
                                << " wrong: " << verdict.first;
-  // What is known of lengths chooses among kernels and cuts, which short queries do not feel.
+  // The known lengths choose the kernel and the cuts, which do not affect short queries.
   constexpr int kShort = 16;
   if (dealt.bounded && problem.max_q_len() <= kShort) {
     Dealt unknown = dealt;

@@ -12,7 +12,7 @@
 
 namespace longspan::test {
 
-/// One rank that holds all keys: sequences lie apart, with NaN between them and around them.
+/// One rank that holds all keys: sequences have gaps, with NaN between and around them.
 class Sm90Run {
  public:
   Sm90Run(const Case& c, const Data& data)
@@ -63,7 +63,7 @@ class Sm90Run {
     kernels::sm90::attend(params(), poisoned(), 0, nullptr);
     return result();
   }
-  /// Where the kernel finishes it, in memory that has nothing yet.
+  /// Where the kernel finishes it, in empty memory.
   kernels::sm90::Finished poisoned() {
     poison();
     kernels::sm90::Finished finished;
@@ -72,13 +72,13 @@ class Sm90Run {
     finished.sinks = c_.sinks ? sinks_.data() : nullptr;
     return finished;
   }
-  /// What stands there when the GPU is done.
+  /// The contents when the GPU is done.
   Result result() const {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     return {out_.values(out_.buffer.bytes()), lse_.values(static_cast<std::size_t>(rows_))};
   }
 
-  /// The result out of the state that the kernel writes.
+  /// The result from the state that the kernel writes.
   Result merge() {
     poison();
     kernels::sm90::attend(params(), {}, 0, nullptr);

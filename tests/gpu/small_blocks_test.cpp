@@ -1,6 +1,6 @@
-// Attention on a GPU whose thread blocks may have 99 KB of shared memory, as 8.6, 8.9 and 12.0 give
-// them: any GPU, told so. Instances that need more have to be replaced by ones that fit
-// (kernels/cuda/dispatch/instances.hpp), with results that are as exact.
+// Attention on a GPU whose thread blocks may have 99 KB of shared memory, as on 8.6, 8.9 and 12.0:
+// any GPU, with that limit set. Instances that need more must be replaced by ones that fit
+// (kernels/cuda/dispatch/instances.hpp), with equally exact results.
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/cuda/dispatch/families.hpp"
 #include "longspan/error.hpp"
@@ -69,7 +69,7 @@ TEST(SmallBlocks, Tf32TakesTrueFp32) {
                 true);
 }
 
-/// What the host has to do with code that was compiled for 8.0: no boxes, no overlap.
+/// The host's part with code that was compiled for 8.0: no boxes, no overlap.
 TEST(SmallBlocks, DecodeWithoutTheCopyEngine) {
   LONGSPAN_NEEDS_GPU();
   int most = 0;

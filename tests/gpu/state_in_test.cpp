@@ -1,6 +1,6 @@
 // State in: keys in a chain of calls that share a slot, each beginning from the state of those
 // before, against float64 and against as many slots and a merge. Payloads of empty states are NaN,
-// and so is everything that nobody has written. Each test draws fresh inputs.
+// and so is all unwritten memory. Each test draws fresh inputs.
 #include <vector>
 
 #include "longspan/error.hpp"
@@ -11,8 +11,8 @@ namespace {
 
 using test::Cut;
 
-/// Kernels that fold as the merge does give its bits. On Hopper a row's weights are taken from the
-/// maximum so far, so that only what is not rounded to 16 bits, the lse, is the same.
+/// Kernels that fold as the merge does give its bits. On Hopper a row's weights are relative to the
+/// maximum so far, so only the lse, which is not rounded to 16 bits, is the same.
 constexpr double kSameLse = 5e-6;
 
 bool on_hopper() {
@@ -33,9 +33,8 @@ void expect_same_lse(const ServingResult& a, const ServingResult& b) {
   }
 }
 
-/// A chain, from nothing and from empty states, to a state and to the result; with `folds`, of two
-/// ranks at most, it must have the bits of a slot each and a merge, unless Hopper's kernel takes
-/// it.
+/// A chain, from nothing and from empty states, to a state and to the result. With `folds`, of at
+/// most two ranks, it must have the bits of a slot each and a merge, unless Hopper's kernel runs.
 void check_chain(const Serving& s, Dealt dealt, bool folds = false, std::int64_t sampled = 9) {
   if (is_left_out((dealt.on_hopper ? 6 : 12) * work_of(s, dealt.ranks))) return;
   const std::uint64_t seed = fresh_seed();
@@ -133,7 +132,7 @@ TEST(StateIn, HopperDocuments) {
   }
 }
 
-// Scores so large that what came before hardly counts, or alone counts.
+// Scores so large that earlier keys hardly count, or alone count.
 TEST(StateIn, HopperLargeScores) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)
@@ -162,7 +161,7 @@ TEST(StateIn, PortableLongQueries) {
           s.page = page;
           s.sinks = true;
           s.mask = {.causal = true, .window = invariant ? 200 : 0};
-          // What the Hopper kernel takes is another test's.
+          // Another test covers the cases of the Hopper kernel.
           const bool hoppers = page == 0 && dim >= 48 && !invariant && on_hopper();
           if (!hoppers) check_chain(s, {.ranks = 2, .invariant = invariant}, true);
         }
@@ -225,7 +224,7 @@ TEST(StateIn, Fp32) {
       }
 }
 
-// Products of tf32 are held against float64 elsewhere; here the chain has the merge's bits.
+// Products of tf32 are compared with float64 elsewhere; here the chain has the merge's bits.
 TEST(StateIn, Tf32) {
   LONGSPAN_NEEDS_GPU();
   for (const int dim : {64, 128, 256})
@@ -244,7 +243,7 @@ TEST(StateIn, Tf32) {
     }
 }
 
-// States handed out for parts of the keys: each goes on in its own slot.
+// States exported for parts of the keys: each continues in its own slot.
 TEST(StateIn, ValuesOfAnotherWidth) {
   LONGSPAN_NEEDS_GPU();
   for (const auto& [dim, value_dim] : {std::pair{64, 40}, {40, 72}, {264, 512}})

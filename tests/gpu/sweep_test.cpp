@@ -1,8 +1,8 @@
-// Random shapes of prefill and of mixed batches, 2,000 of them: dims, groups, lengths, masks, caps,
-// ALiBi, layouts, ranks and strides as they fall. What the backend chooses (on Hopper the kernel
-// for long queries, wherever it accepts the shape) against float64 on sampled rows, and against the
-// fixed order, of Hopper or of the portable kernel, on every row. The same bits from run to run;
-// what no row may see is NaN, and so is every output beforehand.
+// Random shapes of prefill and of mixed batches, 2,000 of them: random dims, groups, lengths,
+// masks, caps, ALiBi, layouts, ranks and strides. The backend chooses the kernel: on Hopper that
+// for long queries, wherever it supports the shape. It is compared with float64 on sampled rows,
+// and with the fixed order, of Hopper or of the portable kernel, on every row. The same bits from
+// run to run. Keys that no row may see are NaN, and so is every output beforehand.
 //
 // LONGSPAN_SWEEP=N runs another number of shapes.
 #include <cstdlib>
@@ -25,7 +25,7 @@ class Draw {
 
   int below(int n) { return static_cast<int>(random_() % static_cast<unsigned>(n)); }
   bool one_in(int n) { return below(n) == 0; }
-  /// Small ones as often as large ones, by their logarithm.
+  /// Small ones as often as large ones, on a logarithmic scale.
   int length(int least, int most) {
     const double low = std::log(least), high = std::log(most + 1);
     const double at = std::uniform_real_distribution<double>(low, high)(random_);
@@ -84,7 +84,7 @@ Case draw_case(unsigned seed) {
   constexpr std::int64_t kBlocks[] = {1, 16, 80, 128, 256};
   c.block = kBlocks[draw.below(5)];
   c.device_lengths = draw.one_in(2);
-  // Rows at multiples of 16 bytes, and at others, which the Hopper kernel leaves to the portable.
+  // Rows at multiples of 16 bytes, and at others, for which the portable kernel runs.
   const auto gap = [&] { return draw.one_in(3) ? 8 * (1 + draw.below(6)) : 0; };
   c.q_gap = gap();
   c.kv_gap = gap();
@@ -134,9 +134,9 @@ Size size_of_rows(const std::vector<std::byte>& rows, DType dtype, int dim) {
   return size;
 }
 
-/// Two kernels' results, all rows: each element may be off by what expect_within_rounding grants,
-/// with sum p |v| <= max |v| and |score| <= scale |q| |k|. Both have products added in the same
-/// groups and order, so what a tensor core cuts off a sum does not part their lse.
+/// Two kernels' results, all rows: each element may be off by the bound of expect_within_rounding,
+/// with sum p |v| <= max |v| and |score| <= scale |q| |k|. Both add products in the same groups and
+/// order, so the cuts of a tensor core give both the same lse.
 void expect_alike(const Case& c, const Data& data, const Result& a, const Result& b) {
   const double unit = c.dtype == DType::bf16 ? 0x1p-8 : 0x1p-11;
   const double smallest = c.dtype == DType::bf16 ? 0x1p-134 : 0x1p-25;
@@ -177,7 +177,7 @@ struct Shape {
   std::unique_ptr<Data> data;
   Result chosen, ordered;
   std::optional<Result> finished;  // attend and merge in one
-  bool hopper = false;             // long queries go there
+  bool hopper = false;             // long queries run there
 
   void make(unsigned seed) {
     c = draw_case(seed);

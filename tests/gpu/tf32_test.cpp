@@ -1,5 +1,5 @@
-// Products of tf32 for fp32 tensors, through the layer, against float64: that the option stays
-// within what its roundings can do, that it does something, and that without it nothing changes.
+// Products of tf32 for fp32 tensors, through the layer, against float64: the option stays within
+// the bound of its roundings, has an effect, and without it nothing changes.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -76,10 +76,10 @@ Distance expect_within_tf32(const ServingProblem& problem, const ServingResult& 
 }
 
 /// The roundings of many products are independent, so the whole is nearer than the bound of each
-/// element, which a wrong key could hide under: a rounding's standard deviation is under
-/// 2^-11 / sqrt(3) of a factor, a weight's that of its score (of order 1) and of its product with
-/// v, in all some 2^-11. Twice that is allowed, where one key of a thousand too many is 2^-5.
-/// The lower end is beyond what fp32 products could do.
+/// element, which could hide a wrong key. A rounding's standard deviation is under 2^-11 / sqrt(3)
+/// of a factor, a weight's that of its score (of order 1) and of its product with v, in all some
+/// 2^-11. Twice that is allowed, while one key of a thousand too many is 2^-5. The lower end is
+/// beyond the error of fp32 products.
 void check_tf32(const Serving& s, std::int64_t sampled = 6, int segments = 0) {
   if (is_left_out(4 * work_of(s))) return;
   const std::uint64_t seed = fresh_seed();
@@ -183,7 +183,7 @@ TEST(Tf32, LongKeysAndManyRows) {
   }
 }
 
-/// The same bits in every run and in pages of any size; and they are not those of fp32.
+/// The same bits in every run and in pages of any size, which differ from those of fp32.
 TEST(Tf32, BitsRepeat) {
   LONGSPAN_NEEDS_GPU();
   for (const int dim : {24, 64, 128, 256})

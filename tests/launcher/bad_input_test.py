@@ -152,7 +152,7 @@ class BadInputTest(CommandTest):
         self.refused(USAGE, "teleport", "gather-states", extra=["--strategy", "teleport"])
 
     def test_peer_buffers_on_processors(self):
-        """Nothing has to travel on one rank; on more, processors have no peer buffers."""
+        """On one rank nothing travels; on more, CPUs have no peer buffers."""
         asked = ["--backend", "host", "--exchange", "peer-buffers"]
         self.ends(longspan(0, *self.arguments, *asked), OK)
         self.needs_mpi()

@@ -1,5 +1,5 @@
-"""`longspan bench decode` seen from outside: what it reports, that its results are those of one
-rank, and what it refuses. No time is looked at, only that there is one. And bench/decode_step.py."""
+"""`longspan bench decode` from outside: its report, that its results are those of one rank, and what
+it refuses. Times must exist, but are not checked. And bench/decode_step.py."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ class BenchDecodeTest(CommandTest):
     rank_counts = (0, 1, 2, 3) if MPIEXEC else (0,)
 
     def report(self, ranks, *extra):
-        """What --json says, and the rows of the table."""
+        """The output of --json, and the rows of the table."""
         done = longspan(ranks, *small(*extra), "--json", self.path("report.json"))
         self.ends(done, OK)
         rows = [text.split() for text in done.stdout.splitlines() if not text.startswith("#")]
@@ -48,7 +48,7 @@ class BenchDecodeTest(CommandTest):
                                   report["case"]["dim"], report["case"]["layers"]), (6, 2, 32, 3))
                 self.assertEqual((report["warmup"], report["iterations"]), (1, 2))
                 self.assertEqual([row["kv_len"] for row in report["rows"]], lengths)
-                self.assertEqual([row[:3] for row in rows],  # rank 0 alone speaks
+                self.assertEqual([row[:3] for row in rows],  # only rank 0 prints
                                  [[str(n), "3", str(world)] for n in lengths])
                 for row in report["rows"]:
                     self.assertEqual(len(row["times_ms"]), 2)
@@ -101,7 +101,7 @@ class BenchDecodeTest(CommandTest):
                                row["alone"]["time_ms"]["median"] / row["time_ms"]["median"])
 
     def test_caches_that_do_not_all_fit(self):
-        """Layers share them, alike on all ranks and alone; where one rank cannot hold a whole one,
+        """Layers share them, alike on all ranks and alone. Where one rank cannot hold a whole one,
         nothing is compared."""
         ranks = self.rank_counts[-1]
         # 20,000 keys of 2 tensors, 2 heads, dim 32, 2 bytes: 5 MB.

@@ -27,7 +27,7 @@ import serving_command  # noqa: E402
 
 
 def start(module, *arguments):
-    """The script's main, in this process; what it printed."""
+    """The script's main, in this process; returns its output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), \
             mock.patch.object(sys, "argv", [module.__name__, *map(str, arguments)]), \
@@ -143,11 +143,11 @@ class Fp8Test(CommandTest):
         self.assertEqual(len(rows), 8)
         self.assertEqual({(r["target"], r["peer"]) for r in rows}, {(1.3, "longspan, bf16")})
         self.assertEqual({r["case"]["qkv_dtype"] for r in rows}, {"e4m3"})
-        self.assertEqual({r["case"]["fp8_products"] for r in rows}, {False})  # not on processors
+        self.assertEqual({r["case"]["fp8_products"] for r in rows}, {False})  # not on CPUs
 
 
 def attention(section, heads, kv_heads, batch, tokens, kv_len, us, **more):
-    """What bench_serving prints for a case."""
+    """The output of bench_serving for a case."""
     return {"section": section, "heads": heads, "kv_heads": kv_heads, "dim": 128, "dtype": "bf16",
             "kv_dtype": "bf16", "batch": batch, "tokens": tokens, "kv_len": kv_len, "page": 16,
             "layout": "rows", "table": "permuted", "window": 0, "us": us, "min_us": us,
@@ -155,7 +155,7 @@ def attention(section, heads, kv_heads, batch, tokens, kv_len, us, **more):
 
 
 class SeedsTest(CommandTest):
-    """Invented figures of both sides: what they become."""
+    """Invented figures of both sides, and the resulting records."""
 
     SEEDS = [
         {"kind": "A", "D": 128, "dtype": "bf16", "T": 4096, "H": 32, "ok": True, "graph_us": 80.0,

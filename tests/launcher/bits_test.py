@@ -1,4 +1,4 @@
-"""The same bits for 1, 2 and 4 ranks, whichever way the queries lie; and from run to run."""
+"""The same bits for 1, 2 and 4 ranks, in any layout of the queries; and from run to run."""
 
 import json
 import unittest

@@ -1,4 +1,4 @@
-"""Starts the longspan command, alone or under mpirun, and keeps what it said."""
+"""Starts the longspan command, alone or under mpirun, and keeps its output."""
 
 import os
 import pathlib
@@ -10,7 +10,7 @@ import unittest
 COMMAND = os.environ.get("LONGSPAN_COMMAND", "longspan")
 MPIEXEC = os.environ.get("LONGSPAN_MPIEXEC", "")
 
-# No constants of the user are read, and none can be saved (tests/settings.cmake), also without ctest.
+# The user's constants are not read, and none can be saved (tests/settings.cmake), also without ctest.
 os.environ["XDG_CONFIG_HOME"] = os.devnull
 os.environ.pop("LONGSPAN_MACHINE", None)
 
@@ -75,7 +75,7 @@ class CommandTest(unittest.TestCase):
         return self.folder / name
 
     def ends(self, done, status, *words):
-        """The status, and exactly one line on stderr, which has all the words."""
+        """The status, and exactly one line on stderr, with all the words."""
         self.assertEqual(done.returncode, status, done.stdout + done.stderr)
         lines = error_lines(done)
         if status == OK:
@@ -91,7 +91,7 @@ class CommandTest(unittest.TestCase):
 
 
 def wait_for(condition, seconds=60, pause=0.05):
-    """Polls; True when the condition came to hold."""
+    """Polls; True once the condition holds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -1,5 +1,5 @@
-// The decode step that `longspan bench decode` times, and the checks that hold it: they must pass
-// for a step that was done, and fail for one that was not.
+// The decode step that `longspan bench decode` times, and its checks: they must pass for a step
+// that was done, and fail for one that was not.
 #include "launcher/bench/decode_step.hpp"
 
 #include <gtest/gtest.h>
@@ -133,7 +133,7 @@ TEST(DecodeStep, OtherOutputsAreWrong) {
   }
 }
 
-/// A row of the cache as a word tells where it came from.
+/// A row of the cache whose word tells its source.
 TEST(Filling, EveryPlaceHasItsRowAndTheRoomIsNaN) {
   const std::vector<std::int32_t> table{5, 0, 3, 1, 4, 2};
   std::vector<std::uint64_t> block(7);

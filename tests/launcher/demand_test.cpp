@@ -1,4 +1,4 @@
-// Memory is counted before it is taken: the figures are those of the tensors, no size overflows
+// Memory is counted before it is allocated: the figures are those of the tensors, no size overflows
 // them, and too much is refused with them.
 #include "launcher/problem/demand.hpp"
 

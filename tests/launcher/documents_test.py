@@ -1,6 +1,6 @@
-"""What README.md, docs/start/command.md and docs/reference/command.md tell a user to type runs as it
-stands: in bash, in a folder like a fresh clone with the command built, with none of this machine's
-settings for MPI. And the help."""
+"""The commands that README.md, docs/start/command.md and docs/reference/command.md tell a user to
+type run unchanged: in bash, in a folder like a fresh clone with the command built, with none of this
+machine's settings for MPI. And the help."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def blocks(page):
 
 
 def short(line):
-    """The same with fewer keys, where there are many: it must run, not measure."""
+    """The same with fewer keys where there are many: it must run, not measure."""
     line = re.sub(r"(?<=[ ])\d{5,}\b", "2048", line)
     return line + " --kv 512" if "bench scale" in line and "--kv" not in line else line
 
@@ -84,13 +84,13 @@ class DocumentsTest(CommandTest):
         self.runs(["source ./env.sh", *lines])
         self.assertEqual(npy.load(self.path("lse.npy"))[1], (9, 4))
         self.assertEqual(len(list(self.path("settings/longspan").glob("*.machine"))), 1)
-        # A user's records are the user's.
+        # A user's records are kept.
         self.assertTrue(self.path("build/results/scale-cpu.jsonl").exists())
         self.assertFalse(self.path("bench/results").exists())
         self.assertFalse(self.path("docs").exists())
 
     def test_without_the_line_it_would_not_run(self):
-        """That the lines above rest on env.sh: the test sees what a new user sees."""
+        """The lines above depend on env.sh: the test sees what a new user sees."""
         done = self.types(["mpirun -np 4 longspan run --kv 100 --tokens 1"])
         self.assertNotEqual(done.returncode, 0)
 
@@ -118,7 +118,7 @@ class HelpTest(CommandTest):
             self.assertNotIn("Examples", self.help(command))
 
     def test_examples_run(self):
-        """Those without files of one's own; in one process, and small."""
+        """Those without a user's files; in one process, and small."""
         for command in (["run"], ["verify"], ["bench", "decode"]):
             text = self.help(command).split("Examples", 1)[1].replace("\\\n", " ")
             lines = re.findall(r"(?m)^  (?:mpirun -np \d+ )?longspan (\S.*)$", text)

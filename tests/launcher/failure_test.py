@@ -21,7 +21,7 @@ def ranks_below(pid):
 
 
 def spent(pid):
-    """Seconds of processor time of a process."""
+    """Seconds of CPU time of a process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
             fields = stat.read().rsplit(")", 1)[1].split()
@@ -39,7 +39,7 @@ class FailureTest(CommandTest):
         self.addCleanup(process.kill)
         self.assertTrue(wait_for(lambda: len(ranks_below(process.pid)) == 3))
         ranks = sorted(ranks_below(process.pid))
-        # All are well into their work: far more than it takes to start.
+        # All are well into their work: far past the start.
         self.assertTrue(wait_for(lambda: all(spent(pid) > 1.0 for pid in ranks)))
         return process, ranks
 
@@ -80,7 +80,7 @@ class FailureTest(CommandTest):
     def test_killed_rank_is_named_by_the_survivors(self):
         process, ranks = self.start("--deadline", 5, mpirun=["--enable-recovery"])
         os.kill(ranks[1], signal.SIGKILL)
-        done = self.end(process, 60)  # mpirun's own status says nothing here
+        done = self.end(process, 60)  # mpirun's own status means nothing here
         self.assertEqual(len(error_lines(done)), 2, done.stderr)
         for text in error_lines(done):
             self.assertIn("Rank 1 ", text)

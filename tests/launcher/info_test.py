@@ -1,4 +1,4 @@
-"""What the command says about itself."""
+"""What the command prints about itself."""
 
 import json
 import re
@@ -17,7 +17,7 @@ class InfoTest(CommandTest):
         for ranks in self.rank_counts:
             done = longspan(ranks, "--help")
             self.ends(done, OK)
-            self.assertEqual(done.stdout.count("Exit status"), 1)  # one rank speaks
+            self.assertEqual(done.stdout.count("Exit status"), 1)  # one rank prints
             for status in range(9):
                 self.assertRegex(done.stdout, rf"(?m)(^|\s){status}  \w")
 
@@ -67,7 +67,7 @@ class InfoTest(CommandTest):
         self.assertNotIn("listed queries", names)  # a backend's; no public call asks for it
 
     def test_kernels(self):
-        """Every device has a last family that takes everything, and the lines are those of the JSON."""
+        """Every device has a last family that supports everything, and the lines match the JSON."""
         listed = json.loads(longspan(0, "info", "--kernels", "--json").stdout)
         lines = longspan(0, "info", "--kernels").stdout.splitlines()
         self.assertRegex(lines[0], r"^device +kernel +queries .*takes$")
@@ -83,7 +83,7 @@ class InfoTest(CommandTest):
         self.assertEqual([row["kernel"] for row in listed if row["new keys"]], ["decode"])
 
     def test_options(self):
-        """The options of the command are those of `longspan run`, and no two things have one name."""
+        """The options of the command are those of `longspan run`, and no name is used twice."""
         listed = json.loads(longspan(0, "info", "--options", "--json").stdout)
         lines = longspan(0, "info", "--options").stdout.splitlines()[1:]
         self.assertEqual([line.split()[0] for line in lines], [row["C++"] for row in listed])

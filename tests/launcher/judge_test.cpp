@@ -1,5 +1,5 @@
-// The judge must be able to find an answer wrong, and the inputs must not depend on who reads them:
-// what `longspan verify` says rests on both.
+// The judge must be able to find an answer wrong, and the inputs must not depend on the rank that
+// reads them: the results of `longspan verify` depend on both.
 #include "launcher/judge/judge.hpp"
 
 #include <gtest/gtest.h>
@@ -45,7 +45,7 @@ Eigen::VectorXd row_of(const Source& source, std::int64_t row, int head) {
 using Row = std::function<Eigen::VectorXd(const Eigen::VectorXd& q, const RowMajor& k,
                                           const RowMajor& v, Interval seen, double& lse)>;
 
-/// What `attend` makes of each row and head, rounded once. The lse is exact unless it says so.
+/// The result of `attend` for each row and head, rounded once. The lse is exact unless noted.
 Answer answer_by(const Problem& p, const Row& attend) {
   Answer a;
   a.rows.resize(kTokens);
@@ -79,7 +79,7 @@ Answer answer_of(const Problem& p, double factor = 1) {
   });
 }
 
-/// In fp32, with sums from the first to the last element, as a simple kernel has them.
+/// In fp32, with sums from the first to the last element, as in a simple kernel.
 Answer serial_answer_of(const Problem& p) {
   return answer_by(p, [&](const auto& q, const auto& k, const auto& v, Interval seen, double& lse) {
     std::vector<float> weights;
@@ -184,8 +184,8 @@ TEST_P(JudgeTest, DigestKnowsEveryBitAndPlace) {
   EXPECT_NE(digest(alone, problem_, answer_), before);
 }
 
-/// Scores from hundredths to millions, of inputs of order 1: what is amplified is allowed, and
-/// nothing else is.
+/// Scores from hundredths to millions, of inputs of order 1: amplified errors are allowed, and no
+/// others.
 class ScaleTest : public JudgeTest {
  protected:
   static constexpr float kScales[] = {0.01f, 0.1f, 1.0f, 4.0f, 10.0f, 100.0f, 1e3f, 1e4f, 1e6f};

@@ -1,4 +1,4 @@
-"""Arrays in .npy files with the standard library alone, and attention on them in float64."""
+"""Arrays in .npy files with only the standard library, and attention on them in float64."""
 
 import math
 import random
@@ -62,7 +62,7 @@ def draw(shape, seed, code="<f4"):
 
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
               scale=None, sinks=None, alibi=None, value_dim=None):
-    """(out, lse) in float64; rows stand at the end of the sequence."""
+    """(out, lse) in float64; rows are at the end of the sequence."""
     scale = dim ** -0.5 if scale is None else scale
     value_dim = dim if value_dim is None else value_dim
     out, lse = [], []

@@ -1,5 +1,5 @@
 // Input files that are not what they seem: shorter than a moment ago, without an end, or with a
-// header that only looks like one.
+// header that only looks valid.
 #include "launcher/io/npy.hpp"
 
 #include <fmt/format.h>
@@ -62,7 +62,7 @@ TEST_F(NpyTest, AFileThatBecomesShorterIsAnError) {
   std::vector<char> values(kBytes);
   EXPECT_THROW(file.read(0, kBytes, values.data()), InputError);
   EXPECT_THROW(file.read(kBytes - 4, 4, values.data()), InputError);
-  file.read(0, 1024, values.data());  // what is still there
+  file.read(0, 1024, values.data());  // what remains
 }
 
 TEST_F(NpyTest, APipeIsRefusedAtOnce) {

@@ -1,4 +1,4 @@
-"""What options are given: no number but a number, no name but a name, refused at once in one line."""
+"""Values of options: anything but a number, or a name, is refused at once in one line."""
 
 import unittest
 
@@ -84,7 +84,7 @@ class NumbersTest(CommandTest):
                 self.assertIn(done.returncode, (USAGE, 4), done.stderr)
 
     def test_too_much_memory(self):
-        """Refused with a figure before anything is taken, on every number of ranks."""
+        """Refused with a figure before anything is allocated, on every number of ranks."""
         most = 2 ** 31 - 1
         for extra in (["--batch", most], ["--tokens", most], ["--kv", most],
                       ["--heads", 65536, "--dim", 256, "--tokens", 100000],

@@ -1,5 +1,5 @@
-// A file appears whole or not at all, whatever stands at its name: nothing, a file, a link, a pipe;
-// and on file systems that cannot write a file without a name as on those that can.
+// A file appears whole or not at all, for anything at its name: nothing, a file, a link, a pipe;
+// also on file systems that cannot write a file without a name.
 #include "launcher/io/output_file.hpp"
 
 #include <fcntl.h>

@@ -1,5 +1,5 @@
-"""Where results go: through links, to pipes and to standard output; to one file each; and nothing is
-left when a limit or a signal ends the command while it writes."""
+"""The places of results: through links, to pipes and to standard output; to one file each; and
+nothing is left when a limit or a signal ends the command while it writes."""
 
 import json
 import os
@@ -60,7 +60,7 @@ class OutputsTest(CommandTest):
             self.assertEqual(stat.S_IMODE(self.path(f"{mask}.npy").stat().st_mode), 0o666 & ~mask)
 
     def test_standard_output(self):
-        """It has the array alone; the table is on stderr. Also where it is a file."""
+        """It has only the array; the table is on stderr. Also where it is a file."""
         with open(self.path("file"), "wb") as file:
             for where in (subprocess.PIPE, file):
                 done = subprocess.run([COMMAND, *map(str, SMALL), "--out", "/dev/stdout"],
@@ -174,7 +174,7 @@ class OutputsTest(CommandTest):
             self.ends(done, INPUT, "pipe", "not a regular file")
 
     def test_out_of_address_space(self):
-        """The figure where it can be counted; never an abort, wherever memory ends."""
+        """The figure where it can be computed; never an abort, wherever memory ends."""
         statuses = set()
         for mebibytes in (200, 300, 400, 600):
             done = self.limited(resource.RLIMIT_AS, mebibytes << 20, "run", "--kv", 1 << 20,
@@ -200,7 +200,7 @@ class OutputsTest(CommandTest):
 
 
 class WrongTest(CommandTest):
-    """A result that is wrong: here by keys that a lossy option rounds, compared without it."""
+    """A wrong result: here by keys that a lossy option rounds, compared without it."""
 
     def files(self, spread):
         shape = (48, 1, 128)

@@ -1,4 +1,4 @@
-"""What the command predicts, measures for it, and says of the choice."""
+"""The command's predictions, the measurements for them, and its messages about the choice."""
 
 import csv
 import json
@@ -96,7 +96,7 @@ class PlanningTest(CommandTest):
             self.says(ranks, f"{file}, measured {measured[1]}", {"from": str(file), "measured": measured[1]})
 
     def says(self, ranks, text, record):
-        """All that choose by constants say which: for people, and in their records."""
+        """All commands that choose by constants name them: for people, and in their records."""
         short = ("--iterations", 1, "--threads", 1, "--backend", "host", *SMALL)
         commands = (["run", "--kv", 500, "--tokens", 3, *short],
                     ["bench", "scale", "--kv", 64, "--phases", "decode", *short],

@@ -1,5 +1,5 @@
-// What the command asks of a layer for the problem at hand: a promise that does not hold is refused
-// by the layer when it runs.
+// The options that the command gives a layer for a problem: the layer refuses a promise that does
+// not hold when it runs.
 #include "launcher/problem/problem.hpp"
 
 #include <gtest/gtest.h>

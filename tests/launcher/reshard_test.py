@@ -1,4 +1,4 @@
-"""`longspan reshard`: what moves, that every byte is right, and what it refuses."""
+"""`longspan reshard`: the moves, that every byte is right, and what it refuses."""
 
 import json
 import unittest

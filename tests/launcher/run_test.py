@@ -69,8 +69,8 @@ class RunTest(CommandTest):
                            **meaning)
 
     def test_sixteen_bits(self):
-        # One rounding to the output: half a unit in the last place of each element, and P on top
-        # where a device rounds it.
+        # One rounding to the output: half a unit in the last place of each element, and that of
+        # P in addition where a device rounds it.
         for code, dtype, unit in (("<f2", "fp16", 2.0 ** -11), ("<V2", "bf16", 2.0 ** -8)):
             arguments = self.make(code, seed=11) + ["--dtype", dtype]
             for ranks in self.rank_counts:
@@ -161,13 +161,13 @@ class RunTest(CommandTest):
                 self.assertLess(report["check"]["relative_error"], 2e-6)
                 self.assertAlmostEqual(sum(report["share"].values()), 1, places=6)
                 rows = [text for text in done.stdout.splitlines() if not text.startswith("#")]
-                self.assertEqual(len(rows), 1, done.stdout)  # rank 0 alone speaks
+                self.assertEqual(len(rows), 1, done.stdout)  # only rank 0 prints
                 self.assertEqual(rows[0].split()[:7],
                                  ["gather-states", "3000", "7", "4", "2", "32", "fp32"])
                 self.assertIn("# digest " + report["digest"], done.stdout)
 
     def test_gather_by_name(self):
-        """What was asked for, and the bits that `auto` gives."""
+        """The requested strategy, and the bits of `auto`."""
         digests = set()
         for exchange in ("auto", "gather"):
             done = longspan(self.rank_counts[-1], "run", "--kv", 300, "--tokens", 3, "--digest",

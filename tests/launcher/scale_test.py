@@ -86,7 +86,7 @@ class ScaleTest(CommandTest):
         self.assertTrue(all(machine.values()), machine)
 
     def test_records_go_to_a_folder_of_the_user(self):
-        """Of every script: the project's records are written when they are named, and only then."""
+        """For every script: the project's records are written only when they are named."""
         self.assertNotEqual(records.OWN_RESULTS, records.RESULTS)
         ignored = subprocess.run(["git", "-C", ROOT, "check-ignore", "-q", records.OWN_RESULTS])
         self.assertIn(ignored.returncode, (0, 128))  # 128: no repository

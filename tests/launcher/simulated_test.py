@@ -1,4 +1,4 @@
-"""`--backend simulated`: the CUDA kernels on processors, in the one build that has them."""
+"""`--backend simulated`: the CUDA kernels on CPUs, in the one build that has them."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class SimulatedTest(CommandTest):
         self.assertTrue(report["case"]["graph"])
         served = [row for row in report["rows"] if not row["no"]]
         self.assertLess(1, len({row["strategy"] for row in served if row["ranks"] == 2}))
-        for row in served:  # what the last replay wrote over NaNs
+        for row in served:  # written by the last replay over NaNs
             self.assertEqual((row["check"]["rows"], row["check"]["wrong"]), (4, 0), row["strategy"])
             self.assertGreater(row["time_ms"]["min"], 0)
 

@@ -27,7 +27,7 @@ def start(rank, ranks, port, arguments, stdout=subprocess.PIPE, **env):
 
 class TcpTest(CommandTest):
     def ranks(self, ranks, *arguments, stdout=subprocess.PIPE, **env):
-        """What each of them said: (status, stdout, stderr)."""
+        """The output of each: (status, stdout, stderr)."""
         port = free_port()
         started = [start(rank, ranks, port, arguments, stdout=stdout, **env) for rank in range(ranks)]
         done = []
@@ -69,7 +69,7 @@ class TcpTest(CommandTest):
             self.assertEqual(self.path("mpi.npy").read_bytes(), alone)
 
     def test_standard_output_that_takes_nothing(self):
-        """Rank 0 alone writes there; all ranks end as it does, and it alone says why."""
+        """Only rank 0 writes there; all ranks end as it does, and only it prints why."""
         small = ["run", "--kv", 40, "--tokens", 2, "--heads", 2, "--dim", 16, "--iterations", 1]
         for arguments in (small, ["--help"], ["bench", "decode", "--kv", 50, "--heads", 2, "--kv-heads", 1, "--dim", 16,
                                               "--layers", 1, "--iterations", 1]):
@@ -106,7 +106,7 @@ class TcpTest(CommandTest):
                    for rank in range(3)]
         for process in several:
             self.addCleanup(process.kill)
-        for text in several[0].stdout:  # the first row: all are in the midst of it
+        for text in several[0].stdout:  # the first row: all are still running
             if not text.startswith("#"):
                 break
         several[2].send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a wrong command line is told: the word that is wrong, what was probably meant, and status 2."""
+"""The message for a wrong command line: the wrong word, the probable one, and status 2."""
 
 import json
 import os
@@ -176,7 +176,7 @@ class ProgressTest(CommandTest):
 
 
 class OddArgumentsTest(CommandTest):
-    """Names that are no text, or too long: one line, and the right status."""
+    """Names that are not text, or too long: one line, and the right status."""
 
     def raw(self, ranks, *arguments):
         command = [word if isinstance(word, bytes) else str(word).encode() for word in

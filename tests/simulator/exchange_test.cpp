@@ -1,7 +1,7 @@
-// The exchange between ranks that are all in one process: each has a GPU, a window and a stream of
-// its own, and one schedule decides about all of them, so that words come late and out of order, a
-// rank is slow, does not come, gives up or means something else, and a seed says all of it. The
-// bits are those of merging all states on one GPU.
+// The exchange between ranks that are all in one process: each has its own GPU, window and stream.
+// One schedule decides about all of them. So words come late and out of order, a rank is slow, does
+// not come, gives up or has other arguments, all by a seed. The bits are those of merging all
+// states on one GPU.
 #include <cuda_runtime_api.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -135,7 +135,7 @@ class Ranks {
     whole.write(states.data(), 0, states.size());
     expect_merged(whole.get());
   }
-  /// The results are to be those of merging all these states on one GPU.
+  /// The results must be those of merging all these states on one GPU.
   void expect_merged(std::byte* states) {
     EXPECT_EQ(cudaSetDevice(0), cudaSuccess);
     Memory<std::byte> out(p_.out_bytes());
@@ -148,7 +148,7 @@ class Ranks {
     expected_out_ = std::move(out), expected_lse_ = std::move(lse);
   }
   cudaStream_t stream(int rank) const { return streams_[static_cast<std::size_t>(rank)]; }
-  /// Queues that nothing is left of what the rank has computed.
+  /// Queues work that erases the rank's results.
   void forget(int rank) {
     EXPECT_EQ(cudaSetDevice(rank), cudaSuccess);
     const auto at = static_cast<std::size_t>(rank);
@@ -212,7 +212,7 @@ class Ranks {
     e.peers.deadline_ns = deadline_ns;
     e.merge = merge_of(own_[at]->get(), out_[at]->get(), lse_[at]->get());
     e.capacity = p_.rows;
-    e.hash = 0x1234'5678'9abc'def1;  // each half of a header says something
+    e.hash = 0x1234'5678'9abc'def1;  // each half of a header has a meaning
     e.push = p_.push;
     e.blocks = p_.blocks;
     e.overlap = p_.overlap;
@@ -230,8 +230,8 @@ class Ranks {
   std::vector<float> expected_lse_;
 };
 
-/// The peer buffers of all ranks are known only when all are made: the first ranks' params get
-/// them.
+/// The peer buffers of all ranks are known only after all are made: then the first ranks' params
+/// get them.
 void link(Ranks& ranks, int count) {
   for (int r = 0; r < count; ++r)
     for (int p = 0; p < count; ++p)
@@ -240,7 +240,7 @@ void link(Ranks& ranks, int count) {
 
 class Exchange : public ::testing::TestWithParam<Problem> {};
 
-/// The exchange may come to its place while the kernel before it still writes the states.
+/// The exchange may get a place on the GPU while the kernel before it still writes the states.
 struct Attended {
   const char* name;
   test::Case c;
@@ -306,16 +306,16 @@ std::string name_of_attended(const ::testing::TestParamInfo<Attended>& tested) {
 INSTANTIATE_TEST_SUITE_P(All, ExchangeOfAttention, ::testing::ValuesIn(kAttended),
                          name_of_attended);
 
-/// The exchange that folds splits ahead, of as many as no small problem has: planes of threads fold
-/// them together, and a block takes rows several times. The kernel before it writes the last split,
-/// and lets it come to its place meanwhile.
+/// The exchange that first folds splits, more than a small problem has: planes of threads fold them
+/// together, and a block takes rows several times. The kernel before it writes the last split, and
+/// lets the exchange get a place meanwhile.
 struct Split {
   Problem problem;
   int splits = 16;
 };
 class ExchangeOfSplits : public ::testing::TestWithParam<Split> {};
 
-/// States of `count` splits in memory of their own.
+/// States of `count` splits in separate memory.
 struct Parts {
   Memory<std::byte> memory;
   kernels::cuda::Plan plan;

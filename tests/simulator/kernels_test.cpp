@@ -1,6 +1,7 @@
-// Small cases of every attention kernel, a schedule each: few enough that hundreds run in a second
-// or two, and chosen so that every barrier of a kernel matters in one of them. tests/simulate.py
-// runs them under many schedules, and tests/simulator/mutation.py under each of its mutants.
+// Small cases of every attention kernel, a schedule each. They are few enough for hundreds in a
+// second or two, and chosen so that every barrier of a kernel matters in one of them.
+// tests/simulate.py runs them under many schedules, and tests/simulator/mutation.py under each of
+// its mutants.
 #include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/simulated/machine.hpp"
 #include "tests/gpu/serving_ranks.hpp"
@@ -68,7 +69,7 @@ const Named kDecode[] = {
       .mask = {.causal = true, .window = 200}}},
     {"dim_256",
      {.dtype = kBf16, .heads = 2, .kv_heads = 1, .dim = 256, .q_lens = {1}, .kv_lens = {700}}},
-    // More sequences than places, most of them short, some without a key.
+    // More sequences than places on the GPU, most of them short, some without a key.
     {"more_pieces_than_places",
      {.dtype = kBf16,
       .heads = 4,
@@ -111,8 +112,8 @@ const Named kDecode[] = {
 };
 INSTANTIATE_TEST_SUITE_P(Decode, Attend, ::testing::ValuesIn(kDecode), name_of<Named>);
 
-// In the fixed order, and where Hopper's kernel has that, with what it does not take: a narrow head
-// or a cap.
+// In the fixed order, and in a case that Hopper's kernel does not support in that order: a narrow
+// head or a cap.
 const Named kPortable[] = {
     {"causal",
      {.dtype = kBf16,
@@ -414,7 +415,8 @@ const Served kServed[] = {
       .kv_lens = {1400},
       .page = 0},
      {.on_hopper = true, .fp8_products = true}},
-    // Of a dim whose consumers take no turns at the tensor cores, which would keep warps together.
+    // With a dim whose consumers take no turns at the tensor cores; turns would keep warps
+    // together.
     {"hopper_alibi_of_interleaved_keys",
      {.heads = 2,
       .kv_heads = 1,
@@ -524,8 +526,8 @@ const Served kServed[] = {
 };
 INSTANTIATE_TEST_SUITE_P(All, Serve, ::testing::ValuesIn(kServed), name_of<Served>);
 
-/// Calls whose small arrays the kernel right before them writes, which lets them start early, as a
-/// growing cache's are; and then once more, with what the first call leaves in the counter.
+/// Calls whose small arrays the kernel right before them writes, as for a growing cache: this lets
+/// them start early. Then the call again, with the counter that the first one left.
 class Behind : public ::testing::TestWithParam<Named> {};
 TEST_P(Behind, AKernelThatWritesWhatIsRead) {
   Case c = GetParam().c;
@@ -538,8 +540,7 @@ TEST_P(Behind, AKernelThatWritesWhatIsRead) {
   kernels::AttendParams p = run.params(0);
   p.max_query_len = longest;
 
-  // Lengths, where queries begin, the counter: 16 places each, of wrong numbers until they are
-  // written.
+  // Lengths, query starts, the counter: 16 places each, with wrong numbers until they are written.
   constexpr std::size_t kPlaces = 16;
   std::vector<std::int32_t> right(3 * kPlaces, 0);
   std::copy(c.kv_lens.begin(), c.kv_lens.end(), right.begin());
@@ -589,9 +590,9 @@ const Named kBehind[] = {
 };
 INSTANTIATE_TEST_SUITE_P(All, Behind, ::testing::ValuesIn(kBehind), name_of<Named>);
 
-/// Decode that writes the keys of its own queries into the cache on its way.
+/// Decode that also writes the keys of its own queries into the cache.
 TEST(NewKeys, AreInTheCacheAndSeen) {
-  // The last stage of one sequence is whole and comes by box, that of the other is not.
+  // The last stage of one sequence is whole and is copied as a box; that of the other is not.
   Case c{.dtype = kBf16,
          .heads = 4,
          .kv_heads = 2,

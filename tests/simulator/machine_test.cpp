@@ -1,5 +1,5 @@
-// The simulator itself: what it allows, what it finds, and that a seed says all. Kernels here are
-// small and wrong on purpose; each names what is wrong with it.
+// The simulator itself: what it allows, what it finds, and that a seed decides everything. Kernels
+// here are small and wrong on purpose; each is named after its error.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -32,7 +32,7 @@ constexpr bool kChecksAddresses = true;
 constexpr bool kChecksAddresses = false;
 #endif
 
-// What a report of misuse names: this file, and a line.
+// A report of misuse names this file, and a line.
 #define HERE ".*at [^ ]*machine_test.cpp:[0-9]+"
 
 /// Numbers in the memory of a GPU.
@@ -62,7 +62,7 @@ void run(void (*kernel)(P...), const LaunchConfig& how, const std::type_identity
   ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
-/// In how many of so many schedules `wrong` is true.
+/// The number of schedules, out of this many, in which `wrong` is true.
 template <class Wrong>
 int found_in(int schedules, const Wrong& wrong) {
   const std::uint64_t own = schedule_seed();
@@ -75,7 +75,7 @@ int found_in(int schedules, const Wrong& wrong) {
   return found;
 }
 
-/// Under one schedule after the other, of which some let copies land late: for death tests.
+/// Under one schedule after the other, some of which let copies land late: for death tests.
 template <class... P>
 void run_often(void (*kernel)(P...), const LaunchConfig& how, const std::type_identity_t<P>&... p) {
   for (std::uint64_t seed = 2; seed < 30; ++seed) {
@@ -95,7 +95,7 @@ __global__ void neighbour_kernel(int* out) {
   __syncwarp();
   const int left = numbers[(lane + 31) % 32];
   if constexpr (kMeets) __syncwarp();
-  numbers[lane] = 100 + left;  // who reads it as 100 or more was too late
+  numbers[lane] = 100 + left;  // a lane that reads 100 or more was too late
   out[lane] = left;
 }
 template <bool kMeets>
@@ -249,7 +249,8 @@ TEST(Copies, AreReadBehindTheirWaitOnly) {
   EXPECT_EQ(found_in(20, is_wrong_copy<true>), 0);
 }
 
-/// Instructions know what has not landed; loads by a pointer get NaN, and AddressSanitizer knows.
+/// Instructions detect what has not landed; loads by a pointer get NaN, and AddressSanitizer
+/// reports.
 __global__ void early_matrix_kernel(int* out, const int* in) {
   int* const numbers = reinterpret_cast<int*>(arch::dynamic_shared<16>());
   const std::uint32_t row = arch::shared_address(numbers + 4 * threadIdx.x);
@@ -288,7 +289,7 @@ TEST(CopiesDeathTest, OfWhichSomebodyIsTooEarly) {
                  "use-after-poison.*machine_test.cpp:[0-9]+");
 }
 
-/// TMA brings what the warp has just stored.
+/// TMA copies what the warp has just stored.
 template <bool kFences>
 __global__ void publish_kernel(int* out, int* numbers) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
@@ -320,7 +321,7 @@ TEST(CopiesDeathTest, OfWhatIsNotFenced) {
                  "its own warp has stored, and not fenced" HERE);
 }
 
-/// A block ends while TMA has not brought what it was asked for.
+/// A block ends before its TMA copy has landed.
 __global__ void leaves_kernel(int* numbers) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
   auto& barrier = *reinterpret_cast<arch::Barrier*>(stage + 32);
@@ -341,7 +342,7 @@ TEST(CopiesDeathTest, ThatNobodyWaitsFor) {
 
 enum class Wrong { nothing, no_fence, operand_under_way, read_too_early };
 
-/// d = a b of ones, a brought by TMA.
+/// d = a b of ones, with a copied by TMA.
 template <Wrong kWrong>
 __global__ void product_kernel(int* out, const int* ones) {
   constexpr int kBytes = 64 * 128;
@@ -443,7 +444,7 @@ __global__ void too_many_kernel(int* out) {
   arch::Barrier& barrier = arch::shared_variable<arch::Barrier>();
   if (threadIdx.x == 0) barrier.init(2);
   __syncthreads();
-  if (threadIdx.x == 0) barrier.arrive_expecting(64);  // bytes that nobody brings
+  if (threadIdx.x == 0) barrier.arrive_expecting(64);  // bytes that nothing copies
   barrier.arrive();
   out[0] = 1;
 }

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Defects that tests on the simulator have to find: each mutant takes one barrier, fence, wait,
-arrival or count out of a kernel, or puts it elsewhere. `--check` makes sure that each still
-applies: its old text stands exactly once in its file. The runner is another program.
+"""Defects that tests on the simulator have to find: each mutant removes one barrier, fence, wait,
+arrival or count from a kernel, or moves it. `--check` makes sure that each still applies: its old
+text is exactly once in its file. mutation.py runs them.
 
-Not here, as they change nothing that anybody could see:
+Not listed, since they change nothing observable:
 
     the barrier at the head of a work tile (portable, fp32, tf32): a block that takes several
         draws them by next_work, which has two
@@ -1058,7 +1058,7 @@ def apply(mutant, text):
 
 
 def check():
-    """Everything that is wrong with the list."""
+    """The errors of the list."""
     wrong = []
     names = collections.Counter(mutant.name for mutant in MUTANTS)
     wrong += [f"{name}: {count} mutants of this name" for name, count in names.items() if count > 1]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Shows that the simulator finds defects: each mutant of mutants.py is compiled, and the cases of
-its kernels run under schedules until one fails; what none finds then runs under ThreadSanitizer.
+"""Shows that the simulator finds defects: compiles each mutant of mutants.py and runs the cases of
+its kernels under schedules until one fails. Mutants that none finds then run under ThreadSanitizer.
 
     tests/simulator/mutation.py [--family F ...] [--names REGEX] [--schedules N] [--jobs J]
                                 [--out FILE]
     tests/simulator/mutation.py --table FILE
 
-Needs build/simulated, and build/simulated-tsan for the second half. A mutated file stands in a
-folder of its own that comes first among the include paths, so that the tree stays as it is; only
-the instances that the cases use are compiled anew. Writes one line of JSON for each mutant.
+Needs build/simulated, and build/simulated-tsan for the second half. A mutated file is in its own
+folder, first among the include paths, so that the tree stays unchanged; only the instances of the
+cases are compiled anew. Writes one line of JSON for each mutant.
 """
 
 import argparse
@@ -37,7 +37,7 @@ HOPPER = ["hopper/attend_sm90.cu"]
 IN_ORDER = (["hopper/attend_sm90_fixed_order.cu"], KERNELS, "*in_order*")
 MERGE = ["combine/merge.cu"]
 
-# Of a family: what is compiled anew, the program, and its cases.
+# Of a family: the sources to compile anew, the program, and its cases.
 FAMILIES = {
     "decode": (DECODE, KERNELS,
                "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
@@ -54,7 +54,7 @@ FAMILIES = {
                  EXCHANGE, "*"),
     "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),
 }
-# Where the file says more than the family.
+# Where the file is more specific than the family.
 FILES = {
     "attend.cu": (["dispatch/attend.cu"], "gpu_head_dims_test", "*Short*"),
     "attend_sm90_fixed_order.cuh": IN_ORDER,
@@ -115,7 +115,7 @@ class Build:
         return made
 
     def link(self, name, objects, to):
-        """The program with these objects ahead of the library's own."""
+        """The program with these objects before the library's own."""
         target = self.program(name).relative_to(self.folder).as_posix()
         command = subprocess.run(["ninja", "-t", "commands", "-s", target], cwd=self.folder,
                                  capture_output=True, text=True, check=True).stdout.strip()
@@ -128,7 +128,7 @@ class Build:
 
 
 def how(output):
-    """What found it, by what was printed."""
+    """What found it, from the output."""
     if "ThreadSanitizer" in output:
         return "race detector"
     if "nothing can go on" in output:
@@ -191,7 +191,7 @@ def judge(mutant, builds, options):
 
 
 def check_unmutated(chosen, builds, options):
-    """What fails by itself finds nothing."""
+    """A case that fails without a mutant finds nothing."""
     for program, cases in sorted({plan_of(m)[1:] for m in chosen if plan_of(m)}):
         path = builds[0].program(program)
         if not path.exists():
@@ -202,7 +202,7 @@ def check_unmutated(chosen, builds, options):
 
 
 def table(results):
-    """Markdown of what a run wrote."""
+    """Markdown of a run's output."""
     lines = ["| mutant | what goes wrong | found by | schedules |", "|---|---|---|---|"]
     for result in results:
         by, count = result["found"], str(result.get("schedules", ""))

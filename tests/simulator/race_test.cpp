@@ -1,6 +1,6 @@
-// What ThreadSanitizer is told of the machine (race_detector.hpp): small kernels of one barrier,
-// wait or fence each, and the same without it, which is a race whatever the schedule. Only in
-// builds for ThreadSanitizer.
+// What ThreadSanitizer learns about the machine (race_detector.hpp): small kernels of one barrier,
+// wait or fence each, and the same without it, which is a race in any schedule. Only in builds for
+// ThreadSanitizer.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ constexpr bool kDetects = false;
 
 constexpr int kBytes = 512;  // 16 of each lane
 
-/// Lanes write, and read what their neighbours wrote.
+/// Lanes write, and read their neighbours' values.
 template <bool kRight>
 __global__ void lanes_kernel(const int*, int* out) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
@@ -45,7 +45,7 @@ __global__ void shuffle_kernel(const int*, int* out) {
   out[threadIdx.x] = stage[other];
 }
 
-/// Each lane reads what it copied.
+/// Each lane reads its own copy.
 template <bool kRight>
 __global__ void copy_kernel(const int* in, int* out) {
   int* const stage = reinterpret_cast<int*>(arch::dynamic_shared<128>());
@@ -55,7 +55,7 @@ __global__ void copy_kernel(const int* in, int* out) {
   out[threadIdx.x] = stage[4 * threadIdx.x];
 }
 
-/// TMA brings what the warp has just stored, by ordinary stores.
+/// TMA copies what the warp has just stored, by ordinary stores.
 template <bool kRight>
 __global__ void publish_kernel(const int*, int* out) {
   std::byte* const stage = arch::dynamic_shared<128>();
@@ -79,7 +79,7 @@ __global__ void publish_kernel(const int*, int* out) {
   barrier.wait(0);
 }
 
-/// A lane reads what TMA brought.
+/// A lane reads what TMA copied.
 template <bool kRight>
 __global__ void engine_kernel(const int* in, int* out) {
   std::byte* const stage = arch::dynamic_shared<128>();

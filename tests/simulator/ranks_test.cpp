@@ -1,4 +1,4 @@
-// Ranks on simulated GPUs: memory that other processes map, and the stand-in of NCCL, between
+// Ranks on simulated GPUs: memory that other processes map, and the stand-in for NCCL, between
 // processes and between threads. A peer process is this program again, with a role.
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
@@ -41,7 +41,7 @@ template <class T>
 void send(int socket, const T& value) {
   ASSERT_EQ(write(socket, &value, sizeof value), static_cast<ssize_t>(sizeof value));
 }
-/// Zero, where the other one is no more.
+/// Zero, where the other process has ended.
 template <class T>
 T receive(int socket) {
   T value{};
@@ -93,7 +93,7 @@ void wait_for_seven(const std::byte* place) {
   while (fetch_word(place, 4, Site::current()) != 7) spin(Site::current());
 }
 
-/// Maps the test's memory, reads and writes it; once more when it is told to.
+/// Maps the test's memory, reads and writes it; once more on request.
 void map_memory(int socket) {
   const auto handle = receive<cudaIpcMemHandle_t>(socket);
   void* mapped = nullptr;
@@ -104,7 +104,7 @@ void map_memory(int socket) {
   EXPECT_EQ(last, std::byte{42});
   EXPECT_NE(cudaMemcpy(&last, peer_buffer + kBuffer, 1, cudaMemcpyDefault), cudaSuccess);
   launch_kernel(send_seven_at, {1, 1}, peer_buffer);
-  send(socket, 'q');  // queued, and this thread does not look at its GPU any more
+  send(socket, 'q');  // queued, and this thread does not use its GPU any more
   receive<char>(socket);
   works(cudaIpcCloseMemHandle(mapped));
   EXPECT_NE(cudaIpcCloseMemHandle(mapped), cudaSuccess);
@@ -171,7 +171,7 @@ ncclUniqueId fresh_id() {
   return id;
 }
 
-/// Waits for what a communicator that does not block has in progress.
+/// Waits for the operation in progress of a communicator that does not block.
 ncclResult_t settled(ncclComm_t comm) {
   ncclResult_t result = ncclInProgress;
   while (result == ncclInProgress) {
@@ -196,7 +196,7 @@ struct Rank {
     works(cudaFree(got));
     works(cudaStreamDestroy(stream));
   }
-  /// Of what came in the place of a rank, where all bytes are alike; otherwise -1.
+  /// The byte received in a rank's place, where all bytes are the same; otherwise -1.
   int from(int rank) const {
     std::vector<unsigned char> all(bytes);
     works(cudaMemcpy(all.data(), got + static_cast<std::size_t>(rank) * bytes, bytes,
@@ -247,7 +247,7 @@ void gather_and_exchange(ncclComm_t comm, int number) {
 }
 
 /// Sums of small whole numbers are exact in every type and order. In place, and in a group with
-/// what else there is.
+/// other operations.
 void add_and_broadcast(ncclComm_t comm, int number) {
   constexpr std::size_t kCount = 70001;
   const Rank rank(number, kRanks * kCount * sizeof(float));
@@ -295,7 +295,7 @@ void add_and_broadcast(ncclComm_t comm, int number) {
   EXPECT_EQ(ncclBroadcast(send, sum, 1, ncclInt8, kRanks, comm, rank.stream), ncclInvalidArgument);
 }
 
-/// Captured, replayed, and two communicators made of one.
+/// Captured, replayed, and two communicators split from one.
 void replay_and_split(ncclComm_t comm, int number) {
   const Rank rank(number, 5000);
   cudaGraph_t graph = nullptr;

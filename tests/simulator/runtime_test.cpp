@@ -1,5 +1,5 @@
-// The stand-in of CUDA's runtime: what streams allow and what they do not, captures, memory, errors
-// on demand. Ranks and NCCL are in ranks_test.cpp.
+// The stand-in for CUDA's runtime: what streams allow and what they do not, captures, memory,
+// errors on demand. Ranks and NCCL are in ranks_test.cpp.
 #include <cuda_runtime_api.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ void add(int* sum, int value) {
   for (int i = 0; i < 5; ++i) may_yield(Site::current());
   *sum = before + value;
 }
-/// to = 10 to + value, so that the order is seen. Atomically, for streams that do not wait.
+/// to = 10 to + value, which shows the order. Atomically, for streams that do not wait.
 void append(int* to, int value) {
   for (int i = 0; i < 5; ++i) may_yield(Site::current());
   const std::atomic_ref word(*to);
@@ -80,7 +80,7 @@ struct OwnStream {
   cudaStream_t stream = nullptr;
 };
 
-/// What `find` gives in many schedules.
+/// The results of `find` in many schedules.
 template <class Find>
 std::set<int> found_in_schedules(const Find& find) {
   const std::uint64_t own = schedule_seed();
@@ -178,7 +178,7 @@ TEST(Streams, WaitForEvents) {
   EXPECT_EQ(found_in_schedules(order), std::set{12});
 }
 
-/// A stream that blocks waits for the default one, and that for it; another kind does neither.
+/// A blocking stream and the default one wait for each other; another kind does neither.
 TEST(Streams, TheDefaultOneWaitsForThoseThatBlock) {
   const auto order = [](unsigned flags) {
     const GpuInts word(1);
@@ -220,7 +220,7 @@ TEST(Streams, AQueryLetsALittleHappen) {
   works(cudaFreeHost(word));
 }
 
-/// The second kernel frees the first one, which lets it start: both are there at a time.
+/// The second kernel frees the first one, which lets it start: both run at the same time.
 TEST(Streams, KernelsOverlapWhereBothSaySo) {
   std::atomic<int>* word = nullptr;
   works(cudaHostAlloc(reinterpret_cast<void**>(&word), 64, cudaHostAllocMapped));
@@ -386,7 +386,8 @@ TEST(Captures, DoNotAllowWhatWaits) {
   static_cast<void>(cudaGetLastError());
 }
 
-/// Of other threads: a global capture minds, one of its thread does not, and a thread can opt out.
+/// In other threads: a global capture forbids calls, one of its own thread does not, and a thread
+/// can opt out.
 TEST(Captures, MindOtherThreadsAsTheirModeSays) {
   for (const auto mode : {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal})
     for (const bool opts_out : {false, true}) {
@@ -487,7 +488,7 @@ TEST(MemoryDeathTest, WritesBehindAnAllocationAreFound) {
     cudaDeviceSynchronize();
     cudaFree(words);
   };
-  EXPECT_DEATH(overrun(10), "");  // just behind it
+  EXPECT_DEATH(overrun(10), "");  // just after it
   EXPECT_DEATH(overrun(64), "");  // another page
 }
 

@@ -1,6 +1,6 @@
-// Linked into every test of a simulated build: each test is a schedule of its own, and so are its
-// inputs. The first of a program is that of LONGSPAN_SIMULATED_SEED, and with --gtest_repeat each
-// repetition takes the next; a test that fails says which was its own.
+// Linked into every test of a simulated build: each test has its own schedule and inputs. The first
+// of a program is that of LONGSPAN_SIMULATED_SEED, and with --gtest_repeat each repetition takes
+// the next; a failing test prints its own.
 #include <gtest/gtest.h>
 
 #include <cstdio>

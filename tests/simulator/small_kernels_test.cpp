@@ -62,7 +62,7 @@ TEST(Digest, OfArraysOfAnyShape) {
   EXPECT_EQ(on_host<std::uint64_t>(words, count + 2), expected);
 }
 
-/// Slots of an append, of which neighbours are claimed in one word.
+/// Slots of an append, where neighbours are claimed in one word.
 TEST(CheckSlots, EachIsClaimedOnce) {
   std::mt19937 random(fresh_seed());
   constexpr std::size_t kTokens = 300;
@@ -102,8 +102,8 @@ struct Gathered {
 void PrintTo(const Gathered& gathered, std::ostream* out) { *out << gathered.name; }
 class Gather : public ::testing::TestWithParam<Gathered> {};
 
-/// Keys that a row sees are copied as they are, and nothing else of the room is written but where
-/// sequences begin and the ticket.
+/// The keys that a row sees are copied unchanged. Of the rest of the room, only the starts of
+/// sequences and the ticket are written.
 TEST_P(Gather, CopiesWhatIsSeen) {
   const auto& [name, s, capacity] = GetParam();
   const std::uint64_t seed = fresh_seed();

@@ -1,7 +1,7 @@
-// A stand-in for the header of CUDA's runtime: what comm/nccl/, kernels/memory.cpp and
-// kernels/cuda/common/launch.hpp ask of it, on a processor. GPUs are numbers, their memory is the
-// process's, and the ranks of a test are threads. gpus.hpp says how calls are made to fail, and
-// what is alive. Names are CUDA's own; they have the linkage of C++, and so meet no real runtime.
+// A stand-in for the header of CUDA's runtime: the calls of comm/nccl/, kernels/memory.cpp and
+// kernels/cuda/common/launch.hpp, on a CPU. GPUs are numbers, their memory is the process's, and
+// the ranks of a test are threads. gpus.hpp makes calls fail, and counts what is alive. Names are
+// CUDA's own; they have C++ linkage, and so do not collide with a real runtime.
 #pragma once
 
 #include <cstddef>
@@ -100,6 +100,6 @@ cudaError_t cudaEventDestroy(cudaEvent_t event);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
 cudaError_t cudaEventQuery(cudaEvent_t event);
 
-/// Kernels of one parameter, an int*, are called; there are no others.
+/// Kernels have one parameter, an int*.
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** places);

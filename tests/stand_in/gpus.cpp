@@ -32,7 +32,7 @@ thread_local int device = 0, calls_until_failure = 0;
 thread_local std::string failed;
 thread_local cudaError_t last = cudaSuccess;
 
-/// Every call begins so, and returns what this gives where it is no success.
+/// Every call begins with this, and returns its result where it is not a success.
 cudaError_t enter(const char* call) {
   if (calls_until_failure == 0 || --calls_until_failure > 0) return cudaSuccess;
   failed = call;
@@ -100,7 +100,7 @@ void keep_streams_busy(bool busy) { streams_are_busy = busy; }
 
 }  // namespace longspan::stand_in
 
-// Of src/communicator/info.cpp, which is not linked.
+// From src/communicator/info.cpp, which is not linked.
 int longspan::gpu_count() { return stand_in::kDevices; }
 
 using namespace longspan::stand_in;
@@ -294,7 +294,7 @@ cudaError_t cudaEventQuery(cudaEvent_t) {
   return cudaSuccess;
 }
 
-/// A stream is the thread that gives it work: it waits for a flag where it is told to.
+/// A stream is the thread that gives it work, and waits for a flag in that call.
 void longspan::comm::queue_flags(cudaStream_t, std::span<const FlagOperation> operations) {
   if (enter(__func__) != cudaSuccess) throw BackendError("out of memory");
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);

@@ -1,4 +1,4 @@
-// The stand-in's GPUs as a test handles them: what is alive, and which call fails.
+// A test's access to the stand-in's GPUs: what is alive, and which call fails.
 #pragma once
 
 #include <string>
@@ -16,23 +16,23 @@ struct Alive {
 
 Alive alive();
 
-/// Calls that no runtime allows: memory freed that a rank has mapped, or that was freed before.
+/// Counts forbidden calls: memory freed while a rank has it mapped, or freed twice.
 int offences();
 
-/// Frees what tests of failures leave, which in a process that ends nobody does.
+/// Frees what tests of failures leave, as the end of a process would.
 void clear();
 
-/// The call of this thread, counted from 1 on and from now, that fails with "out of memory" where
+/// The call of this thread, counted from 1 and from now, that fails with "out of memory" where
 /// nothing else is wrong. 0: none.
 void fail_call(int number);
 
-/// The name of the call that was made to fail; empty: none was yet.
+/// The name of the call that was made to fail; empty: none so far.
 std::string failed_call();
 
-/// Handles lead to other memory than the one that they were made for.
+/// Handles open other memory than the one that they were made for.
 void mislead(bool wrongly);
 
-/// What cudaStreamQuery says of every stream.
+/// The result of cudaStreamQuery for every stream.
 void keep_streams_busy(bool busy);
 
 }  // namespace longspan::stand_in

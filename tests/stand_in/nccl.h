@@ -1,5 +1,5 @@
-// A stand-in for NCCL's header: what comm/nccl/ but for bootstrap.cpp and from_nccl.cpp asks of it,
-// between threads. What moves data waits for all ranks, as ncclCommSplit and ncclCommDestroy do.
+// A stand-in for NCCL's header, between threads: the calls of comm/nccl/ except bootstrap.cpp and
+// from_nccl.cpp. Calls that move data wait for all ranks, as ncclCommSplit and ncclCommDestroy do.
 #pragma once
 
 #include <cstddef>

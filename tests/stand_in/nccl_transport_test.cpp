@@ -1,7 +1,7 @@
-// The transport over NCCL with peer buffers, between ranks that are threads, over stand-ins of CUDA
-// and NCCL. What exchange kernels would report a test writes for them. Whatever ends the
-// communicator ends the peer buffers of all its layers, and their memory is kept; else all of it is
-// freed.
+// The transport over NCCL with peer buffers, between ranks that are threads, over stand-ins for
+// CUDA and NCCL. The test writes the reports of exchange kernels. Any failure that ends the
+// communicator ends the peer buffers of all its layers, and their memory is kept; otherwise all of
+// it is freed.
 #include "comm/nccl/transport.hpp"
 
 #include <gmock/gmock.h>
@@ -42,13 +42,13 @@ Layer open(Transport& world, std::uint32_t number = 1) {
   return layer;
 }
 
-/// As an exchange kernel does it.
+/// As an exchange kernel does.
 void report(const Layer& layer, const PeerReport& found) {
   std::uint64_t none = 0;
   std::atomic_ref(*layer->report).compare_exchange_strong(none, found.word());
 }
 
-/// A log whose run 17 had so many tokens.
+/// A log whose run 17 had this many tokens.
 class Log final : public RunLog {
  public:
   explicit Log(int tokens) : tokens_(tokens) {}
@@ -85,15 +85,14 @@ class NcclTransportTest : public ::testing::Test {
   }
 
   /// Rank 0 keeps all: its peer buffer, its epoch and its mapping of rank 1's peer buffer. So rank
-  /// 1, which knows of nothing, waits in vain to hear that its peer buffer is closed, and keeps
-  /// that.
+  /// 1, which knows of nothing, never learns that its peer buffer is closed, and keeps it.
   static void expect_kept_by_rank_0() {
     EXPECT_EQ(alive().memory, 3);
     EXPECT_EQ(alive().host, 1);
     EXPECT_EQ(alive().mappings, 1);
   }
 
-  /// The ranks meet outside of the communicator.
+  /// The ranks meet outside the communicator.
   void meet(int rank) { meeting_.meet(rank, ""); }
 
  private:
@@ -109,7 +108,7 @@ TEST_F(NcclTransportTest, ThatEndsWellLeavesNothing) {
       if (rank == turn % 2) std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     meet(rank);
-    // Of layers that have gone, those of the last turn at most.
+    // Of ended layers, at most those of the last turn.
     EXPECT_LE(alive().memory, 2 * kRanks);
     EXPECT_EQ(alive().mappings, 0);
     meet(rank);
@@ -128,8 +127,8 @@ TEST_F(NcclTransportTest, ADifferenceNamesWhatDiffersInTheLayerWhoseExchangeItWa
       report(second, {PeerReport::differs, static_cast<std::uint32_t>(1 - rank), 17});
       meet(rank);
       try {
-        // Of whichever layer the caller asks; it does not ask at all where it synchronised the
-        // stream itself, and then the next run says it.
+        // The caller may check any layer. Where it synchronised the stream itself it checks none,
+        // and the next run reports it.
         at_next_run ? world.check("attention") : world.wait({}, "attention");
         ADD_FAILURE() << "nothing was thrown";
       } catch (const UsageError& error) {
@@ -142,7 +141,7 @@ TEST_F(NcclTransportTest, ADifferenceNamesWhatDiffersInTheLayerWhoseExchangeItWa
       EXPECT_THROW(world.wait({}, "attention"), UsageError);
       meet(rank);
     });
-    EXPECT_EQ(alive().mappings, 2 * kRanks);  // kept, with what they lead to
+    EXPECT_EQ(alive().mappings, 2 * kRanks);  // kept, with the memory that they open
     EXPECT_EQ(alive().memory, 4 * kRanks);
     stand_in::clear();
   }
@@ -168,7 +167,8 @@ TEST_F(NcclTransportTest, ADifferenceThatNoLogExplainsNamesTheRanks) {
   stand_in::clear();
 }
 
-/// A kernel that waited in vain has reported, and the caller synchronised the stream and let go.
+/// A kernel's wait failed and was reported; the caller synchronised the stream and released the
+/// layer.
 TEST_F(NcclTransportTest, AReportThatNobodyReadKeepsTheMemory) {
   run([&](int rank, Transport& world) {
     Layer layer = open(world);
@@ -214,7 +214,7 @@ TEST_F(NcclTransportTest, AnAbortIsSeenByTheNextRun) {
   EXPECT_EQ(alive().mappings, kRanks);
 }
 
-/// A stream that is not done is no error, and none may be left of having looked.
+/// A stream that is not done is not an error, and the query must not leave one.
 TEST_F(NcclTransportTest, WaitingLeavesNoError) {
   run([&](int rank, Transport& world) {
     meet(rank);
@@ -311,7 +311,7 @@ TEST_F(NcclTransportTest, ShiftsWhatDiffersInSizeAndCounts) {
       std::chrono::seconds(20), 3);
 }
 
-/// Every rank sends another number of bytes, at some distances none, to another place of the
+/// Every rank sends a different number of bytes, at some distances none, to another place of the
 /// receive buffer in every turn.
 TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
   constexpr int kSize = 3, kMost = 8, kTurns = 12;
@@ -341,7 +341,7 @@ TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
                 << "turn " << turn << ", place " << i;
           }
           if (from != rank) due += received;
-          world.gather("", "end of the turn");  // as the receive buffer is filled anew
+          world.gather("", "end of the turn");  // since the receive buffer is filled anew
         }
         EXPECT_EQ(world.received_bytes() - before, due);
       },
@@ -350,7 +350,7 @@ TEST_F(NcclTransportTest, ShiftsIntoReceiveBuffers) {
 }
 
 /// Every rank puts a column of numbers into a matrix of every rank, its own too, and meets the
-/// others by counters, as kernels would between begin_puts and end_puts.
+/// others by counters, as kernels do between begin_puts and end_puts.
 TEST_F(NcclTransportTest, KernelsPutRowsIntoTheReceiveBuffersOfAll) {
   constexpr int kSize = 3, kRows = 5, kTurns = 6;
   run(
@@ -439,7 +439,7 @@ TEST_F(NcclTransportTest, ALaunchThatBlocksBehindAWaitingKernelEndsAtTheDeadline
       std::chrono::seconds(1));
 }
 
-/// A call that fails on one rank is everybody's reason, and a shift into other memory is NCCL's.
+/// A call that fails on one rank is the reason on all, and NCCL does a shift into other memory.
 TEST_F(NcclTransportTest, AReceiveBufferThatOneRankCannotOpenIsNobodys) {
   int failures = 0;
   for (int call = 1; call < 60; ++call) {
@@ -463,7 +463,7 @@ TEST_F(NcclTransportTest, AReceiveBufferThatOneRankCannotOpenIsNobodys) {
   EXPECT_GE(failures, 15);
 }
 
-/// What transfers take is made before the first of them; more is made only where more are open than
+/// What transfers need is made before the first of them; more is made only where more are open than
 /// ever before.
 TEST_F(NcclTransportTest, StartedTransfersTakeNothingNew) {
   run([&](int rank, Transport& world) {
@@ -499,7 +499,7 @@ TEST_F(NcclTransportTest, AStartThatFailsLeavesNothingOpen) {
     const Alive before = alive();
     meet(rank);
     for (int turn = 0; turn < 20; ++turn) {
-      stand_in::fail_call(1);  // on both ranks, ahead of NCCL
+      stand_in::fail_call(1);  // on both ranks, before NCCL
       EXPECT_THROW(
           static_cast<void>(world.start_all_gather(&value, got, sizeof value, {}, "gather")),
           BackendError);
@@ -601,7 +601,7 @@ TEST_F(NcclTransportTest, APartThatOneRankCannotMakeIsEverybodysError) {
   run([&](int rank, Transport& world) {
     meet(rank);
     try {
-      // Past what it takes to meet and to split: in what is made for the part.
+      // After the calls to meet and to split: in those that make the part.
       if (rank == 1) stand_in::fail_call(40);
       static_cast<void>(world.split(0, 0));
       ADD_FAILURE() << "went on";
@@ -644,7 +644,7 @@ TEST(GpuSelf, StartsItsCopiesOnAStreamOfItsOwn) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-/// One of the calls by which a rank comes to its communicator fails: nothing of NCCL's is left.
+/// One of the calls that make a rank's communicator fails: nothing of NCCL's is left.
 TEST_F(NcclTransportTest, ALinkThatCannotBeMadeEndsItsCommunicator) {
   const auto nccl = std::make_shared<Meeting>(kRanks);
   for (int call = 1; call <= 40; ++call) {

@@ -1,5 +1,5 @@
-// Peer buffers between ranks that are threads, over a stand-in of CUDA's runtime: what each call of
-// PeerBuffers::open leaves behind when it fails, whose memory is whose, and when memory may be
+// Peer buffers between ranks that are threads, over a stand-in for CUDA's runtime: what each
+// failing call of PeerBuffers::open leaves behind, the owner of memory, and when memory may be
 // freed.
 #include "comm/nccl/peer_buffers.hpp"
 
@@ -33,7 +33,7 @@ using ::testing::HasSubstr;
 constexpr int kRanks = 3;
 constexpr std::size_t kBytes = 1001;  // no multiple of eight
 
-/// What PeerBuffers asks of a transport. `tamper`: what becomes of a rank's text on its way.
+/// The calls of PeerBuffers to a transport. `tamper` changes a rank's text on its way.
 class ThreadTransport final : public Transport {
  public:
   using Tamper = std::function<std::string(const std::string& text, const std::string& step)>;
@@ -106,7 +106,7 @@ TEST_F(PeerBuffersTest, WhatARankWritesTheOwnerSees) {
     const PeerView& view = peer_buffers->view();
     EXPECT_EQ(view.bytes, kBytes);
     EXPECT_EQ(view.epoch[0], 0u);
-    for (std::size_t i = 0; i < kBytes; ++i)  // at rest a peer buffer is 0, whatever else it holds
+    for (std::size_t i = 0; i < kBytes; ++i)  // at rest a peer buffer is 0, whatever follows it
       ASSERT_EQ(view.peer_buffer[rank][i], std::byte{0}) << i;
     meeting->meet(rank, "");
     for (int p = 0; p < kRanks; ++p)
@@ -118,8 +118,8 @@ TEST_F(PeerBuffersTest, WhatARankWritesTheOwnerSees) {
   });
 }
 
-/// One call fails on one rank. Every rank falls back and says whose it was; nothing stays allocated
-/// or mapped, and the run that follows finds no error of old.
+/// One call fails on one rank. Every rank falls back and names that rank; nothing stays allocated
+/// or mapped, and the next run finds no old error.
 TEST_F(PeerBuffersTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
   for (int victim = 0; victim < kRanks; ++victim) {
     int call = 0;
@@ -156,7 +156,7 @@ TEST_F(PeerBuffersTest, EveryCallThatFailsIsEverybodysReasonAndLeavesNothing) {
         EXPECT_EQ(alive(), Alive{});
       }
     }
-    EXPECT_GT(call, 20);  // the calls were found at all
+    EXPECT_GT(call, 20);  // the calls were found
     stand_in::clear();
   }
 }
@@ -191,8 +191,8 @@ TEST_F(PeerBuffersTest, ARankOfAnotherBootIsOnAnotherNode) {
   EXPECT_EQ(alive(), Alive{});
 }
 
-/// Layers end on each rank when it likes. Memory that a peer may still write outlives its layer,
-/// and goes when the ranks next talk about peer buffers.
+/// Layers end on each rank at any time. Memory that a peer may still write outlives its layer, and
+/// is freed when the ranks next exchange about peer buffers.
 TEST_F(PeerBuffersTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
   const auto meeting = std::make_shared<Meeting>(kRanks);
   run_ranks(kRanks, [&](int rank) {
@@ -211,7 +211,7 @@ TEST_F(PeerBuffersTest, MemoryIsFreedWhenEveryRankHasClosedIt) {
     meeting->meet(rank, "");
     if (rank == 0) {
       EXPECT_EQ(alive().mappings, 0);
-      EXPECT_EQ(alive().memory, kRanks);  // closed by all, but nobody has heard of it
+      EXPECT_EQ(alive().memory, kRanks);  // closed by all, but no rank knows it yet
     }
     meeting->meet(rank, "");
     auto second = PeerBuffers::open(world, kBytes, why, set);
@@ -261,7 +261,7 @@ TEST_F(PeerBuffersTest, WhatWasAbortedOrReportedIsKept) {
       std::string why;
       auto peer_buffers = PeerBuffers::open(world, kBytes, why, set);
       ASSERT_TRUE(peer_buffers) << why;
-      if (reported) {  // by a kernel, and the caller never asked
+      if (reported) {  // by a kernel, and the caller never checked
         std::atomic_ref(*peer_buffers->view().report)
             .store(PeerReport{PeerReport::timeout, 1, 17}.word());
         EXPECT_EQ(peer_buffers->report().run, 17u);
@@ -280,7 +280,7 @@ TEST_F(PeerBuffersTest, WhatWasAbortedOrReportedIsKept) {
   }
 }
 
-/// A gather that throws while peer buffers are opened: peers may have mapped them all the same.
+/// A gather that throws while peer buffers are opened: peers may have mapped them nevertheless.
 TEST_F(PeerBuffersTest, AGatherThatFailsFreesNothingThatAPeerMayHave) {
   for (const std::string step : {"handles of the peer buffers", "opening of the peer buffers"}) {
     const auto meeting = std::make_shared<Meeting>(kRanks);
@@ -319,7 +319,7 @@ TEST(PeerReport, IsOneWord) {
 }
 
 TEST(Launches, ReportTheirOwnStatusAndNoOther) {
-  EXPECT_NE(cudaSetDevice(-1), cudaSuccess);  // by the caller, who did not look
+  EXPECT_NE(cudaSetDevice(-1), cudaSuccess);  // by the caller, which did not check
   ASSERT_NE(cudaPeekAtLastError(), cudaSuccess);
   expect_runs();
   EXPECT_NE(cudaGetLastError(), cudaSuccess) << "the caller's error is not ours to take";

@@ -154,7 +154,7 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* made
 
 namespace {
 
-/// What a thread has called since ncclGroupStart.
+/// The calls of a thread since ncclGroupStart.
 struct Message {
   int peer;
   const void* from;
@@ -199,7 +199,7 @@ ncclResult_t add(ncclComm_t comm, const Message& message) {
   return deliver(comm, std::exchange(messages, {}));
 }
 
-/// Where a message of no bytes has no memory it still has a place.
+/// A message of no bytes still has a place.
 char nothing;
 
 }  // namespace

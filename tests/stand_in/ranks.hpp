@@ -1,5 +1,5 @@
-// Ranks that are threads: a place where they meet, messages between them, and what NCCL's stand-in
-// needs of them.
+// Ranks that are threads: a place where they meet, messages between them, and the base of NCCL's
+// stand-in.
 #pragma once
 
 #include <condition_variable>
@@ -17,7 +17,7 @@
 
 namespace longspan::stand_in {
 
-/// Where all ranks meet, again and again, and leave a text each.
+/// Where all ranks meet repeatedly, and leave a text each.
 class Meeting {
  public:
   explicit Meeting(int size) : texts_(static_cast<std::size_t>(size)) {}

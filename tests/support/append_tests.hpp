@@ -1,5 +1,5 @@
-// New keys and values into a cache, on every device: the whole cache must have the bits that a
-// plain loop over the definition of its layout gives it, the gaps and untouched rows included.
+// New keys and values into a cache, on every device. The whole cache, with gaps and untouched rows,
+// must have the bits that a plain loop over the definition of its layout gives.
 #pragma once
 
 #include <numeric>
@@ -11,11 +11,11 @@ namespace longspan::tests {
 struct AppendCase {
   enum class Cache { rows, packed, contiguous };
   Cache cache = Cache::rows;
-  bool slots = true;  // else by the shard and the table
+  bool slots = true;  // otherwise by the shard and the table
   DType dtype = DType::bf16, kv_dtype = DType::bf16;
   int kv_heads = 2, dim = 64, page = 16, pages = 40;
   int value_dim = 0;       // 0: dim
-  bool keys_only = false;  // values lie in the keys
+  bool keys_only = false;  // values are part of the keys
   int x = 8;               // packed
   int gap = 0;             // elements between rows, heads and pages
   int offset = 0;          // elements
@@ -70,7 +70,7 @@ class Append : public OnDevice {
     return {r, c.offset + c.pages * r.page_stride};
   }
 
-  /// Where element d of a head's row lies, from the shapes.
+  /// The place of element d of a head's row, from the shapes.
   static std::int64_t place(const AppendCase& c, bool is_key, std::int64_t slot, int head, int d) {
     const std::int64_t page = slot / c.page, row = slot % c.page, dim = c.columns(is_key),
                        width = dim + c.gap;
@@ -90,7 +90,7 @@ class Append : public OnDevice {
     const int columns = c.pages / batch;
     const bool contiguous = c.cache == AppendCase::Cache::contiguous;
 
-    // Slots, or where the position of a row stands on this rank.
+    // Slots, or the place of a row's position on this rank.
     std::vector<std::int64_t> slots(tokens, -1);
     std::vector<std::int32_t> table(batch * columns), starts{0};
     std::vector<std::int64_t> key_start;
@@ -116,7 +116,7 @@ class Append : public OnDevice {
         }
     }
 
-    // New rows: numbers of every size, past the largest fp8 among them.
+    // New rows: numbers of every size, also past the largest fp8.
     std::vector<std::byte> fresh[2];
     std::vector<float> scales[2];
     std::int64_t widths[2], rows[2];  // elements of a head, and of a token

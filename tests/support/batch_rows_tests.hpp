@@ -1,6 +1,6 @@
-// Queries, results and lse as models hold them, [batch, heads, tokens, dim] over any memory, on
-// every device: the bits of rows at equal steps, nothing written between them, and what does not
-// fit together refused by name.
+// Queries, results and lse in a model's layout, [batch, heads, tokens, dim] over any memory, on
+// every device: the bits of rows at equal steps, with nothing written between them. Arrays that do
+// not fit together are refused by name.
 #pragma once
 
 #include <optional>
@@ -79,7 +79,7 @@ class BatchRows : public OnDevice {
       return Lse::heads_tokens(t);
     }
 
-    /// The values in the order that they were given in. What lies between rows must still be NaN.
+    /// The values in their given order. The gaps between rows must still be NaN.
     std::vector<float> values() const {
       std::vector<std::byte> bytes = memory_.values();
       std::vector<float> found;
@@ -281,7 +281,7 @@ TEST_F(BatchRows, MergedAcrossRanks) {
       expect_same(expected, run_in(in, to), 0.0);
 }
 
-/// Also where the part itself lies at equal steps, and goes with any.
+/// Also where the part itself has equal steps, which fit any.
 TEST_F(BatchRows, MergesOfOtherSequencesAreRefused) {
   const std::int64_t tokens = 4;
   const int dim = 32;
@@ -300,7 +300,7 @@ TEST_F(BatchRows, MergesOfOtherSequencesAreRefused) {
       << message;
 }
 
-/// Where q's sequences lie apart, they are those of query_start.
+/// Where q's sequences have gaps between them, they are those of query_start.
 TEST_F(BatchRows, OtherStartsAreRefused) {
   Batch b = batch(20, 64, bf16);
   b.starts = on_device(std::vector<std::int32_t>{0, 19, 40, 60});

@@ -1,5 +1,5 @@
-// Each fault of a request's arrays, on every device: what is reported for it, and that what no
-// visible key needs is no fault.
+// Each fault of a request's arrays, on every device: its report. What no visible key needs is not a
+// fault.
 #pragma once
 
 #include <numeric>
@@ -124,8 +124,8 @@ TEST_F(CheckArrays, MoreKeysThanTheMemoryHoldsOrWerePromised) {
   expect_fault(r, Fault::too_long, 0, 99, 100);
 }
 
-/// A rank with rows 25 to 74 of 100: what they see says which pages it needs, and what all rows are
-/// how wide a bias must be.
+/// A rank with rows 25 to 74 of 100: the keys that they see decide which pages it needs, and all
+/// rows decide how wide a bias must be.
 TEST_F(CheckArrays, AShareOfTheRows) {
   Request r;
   r.tokens = 50;
@@ -153,7 +153,7 @@ TEST_F(CheckArrays, ACacheWithoutRows) {
   Request r;
   r.table.clear();
   r.slot_count = 0;
-  r.kv_len = {100, 0, 0};  // of several faults any is reported
+  r.kv_len = {100, 0, 0};  // of several faults, any one is reported
   expect_fault(r, Fault::too_long, 0, 0, 100);
   r.is_append = true;
   r.slots = {-1, -1, -1, 0, -1, -1, -1, -1};
@@ -303,7 +303,7 @@ TEST_F(CheckArrays, NewRowsNeedTheirPagesAndNoOthers) {
   expect_fault(r, Fault::page, 2, 4, 40);
   r.attend.shard = Shard::interleaved(0, 0, 2, 16);  // 64 and 65 are the third block of rank 0
   EXPECT_EQ(check(r).fault, Fault::page);
-  r.attend.shard.rank = 1;  // and rank 1 owns 61 to 63 alone, its page 1
+  r.attend.shard.rank = 1;  // and rank 1 owns only 61 to 63, its page 1
   r.table[2 * 8 + 1] = 4;
   expect_none(r);
 }
@@ -329,7 +329,7 @@ TEST_F(CheckArrays, TheFirstFaultIsKept) {
   EXPECT_EQ(got.value, 9);
 }
 
-/// Many threads find one at once: the report is one fault, not parts of several.
+/// Many threads find a fault at once: the report is one fault, not parts of several.
 TEST_F(CheckArrays, AReportOfManyFaultsIsOneOfThem) {
   constexpr int kBatch = 700, kColumns = 300;
   for (int round = 0; round < 10; ++round) {

@@ -1,7 +1,7 @@
-// What every communicator on processors does: every collective on every rank count, with random
-// bytes. Each rank computes from (seed, sender, receiver) what it must get, so nothing is taken
-// from the code under test but the seed. Who includes this gives make_world and meet, and a main
-// that runs it on several ranks.
+// What every communicator on CPUs does: every collective on every rank count, with random bytes.
+// Each rank computes its expected data from (seed, sender, receiver), so only the seed comes from
+// the code under test. A file that includes this provides make_world and meet, and a main that runs
+// it on several ranks.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -34,8 +34,8 @@ namespace {
 thread_local long allocations = 0;
 }  // namespace
 
-// Everything that a thread takes by new is counted: the one that passes letters on takes memory
-// when it likes. Inlined, compilers take them for a mismatch.
+// Counts what each thread allocates by new, separately: the thread that relays messages allocates
+// at any time. If inlined, compilers report a mismatch.
 [[gnu::noinline]] void* operator new(std::size_t bytes) {
   ++allocations;
   if (void* memory = std::malloc(std::max<std::size_t>(bytes, 1))) return memory;
@@ -55,8 +55,8 @@ namespace longspan::tests {
 
 /// All ranks of the test, in a communicator of its own.
 Communicator make_world(CommOptions options);
-/// Returns when all ranks have come here, by another way than a communicator's. A fault at once
-/// after a world is made may overtake a letter of another rank, and end the making of the world.
+/// Returns when all ranks have come here, without a communicator. A fault right after a world is
+/// made may overtake a message to another rank, and end the making of the world.
 void meet();
 
 namespace {
@@ -66,8 +66,8 @@ using ::testing::HasSubstr;
 
 Communicator host_world() { return make_world({}); }
 
-/// A world of a deadline that the test waits for. Who is silent for a quarter of it when the roll
-/// is called is blamed, and of many ranks on few cores each gets one less often.
+/// A world with a deadline that the test waits for. In a roll call a rank that is silent for a
+/// quarter of it is blamed, and among many ranks on few cores each runs less often.
 Communicator impatient_world() {
   static const int size = host_world().size();
   return make_world({.deadline = std::chrono::seconds(size > 4 ? 3 : 2)});
@@ -129,7 +129,7 @@ TEST(Collectives, ShiftByEveryDistance) {
   }
 }
 
-/// What rank p sends to whom is ahead by `distance`: a size of its own, a third of them 0.
+/// What rank p sends to the rank at `distance`: a size of its own, for a third of them 0.
 std::size_t uneven_bytes(std::uint64_t seed, int rank, int distance) {
   std::seed_seq mix{seed, std::uint64_t(rank), std::uint64_t(distance + 1000)};
   std::mt19937 random(mix);
@@ -179,7 +179,7 @@ TEST(Started, ShiftsOfWhatDiffersInSize) {
   }
 }
 
-/// Who waits for a late rank has gone to sleep when the first part of its message comes.
+/// A rank that waits for a late one is asleep when the first part of its message comes.
 TEST(Collectives, AShiftBringsALargeMessageOfALateRank) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
@@ -201,8 +201,8 @@ TEST(Collectives, AShiftToItselfReceivesWhatItSends) {
       UsageError);
 }
 
-/// Against sizes that are worked out here: of each collective, of whole and of uneven shifts, and
-/// none of what is said of the run.
+/// Against sizes computed here: of each collective, of whole and of uneven shifts, without the
+/// bytes of digests.
 TEST(Collectives, CountWhatTheyReceive) {
   const Communicator world = host_world();
   comm::Transport& transport = comm::transport_of(world);
@@ -233,7 +233,7 @@ TEST(Collectives, CountWhatTheyReceive) {
   expect_more(0, "letters");
 }
 
-/// Order 1, of a rank's own, and the same on every rank that works it out.
+/// Of order 1, different for each rank, and the same on every rank that computes it.
 std::vector<float> values_of(std::uint64_t seed, int rank, std::size_t count) {
   return random_floats(static_cast<std::int64_t>(count), seed, static_cast<std::uint32_t>(rank));
 }
@@ -245,8 +245,8 @@ Bytes stored(const std::vector<float>& values, DType dtype) {
   return bytes;
 }
 
-/// Against the sum in float64: what may differ is one rounding to the type, and the roundings of
-/// the sums in fp32. And bit by bit against the sum in fp32 in the order of the ranks.
+/// Against the sum in float64: the difference may be one rounding to the type, and the roundings of
+/// the sums in fp32. Also bit by bit against the sum in fp32 in rank order.
 TEST(Collectives, ReduceScatter) {
   const Communicator world = host_world();
   const std::uint64_t seed = shared_seed(world);
@@ -387,7 +387,7 @@ TEST(Started, EndInAnyOrderOnEveryRank) {
   }
 }
 
-/// The others come to the gather when they have the data, which is more than a connection holds.
+/// The others come to the gather only with the data, which is more than a connection holds.
 TEST(Started, GoOnWhileAGatherWaits) {
   const Communicator world = host_world();
   const std::size_t bytes = std::size_t{24} << 20;
@@ -542,7 +542,7 @@ TEST(Agree, NamesTheArgumentAndBothValuesOnEveryRank) {
   }
 }
 
-/// Runs `work` and expects it to fail; then that every later call fails alike, and says that the
+/// Runs `work` and expects it to fail. Then every later call must fail alike, and report that the
 /// communicator had ended before it.
 RankError failure_of(const Communicator& world, const std::function<void()>& work) {
   try {
@@ -673,7 +673,7 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamed) {
   expect_one_that_waits_elsewhere_is_named(world);
 }
 
-/// Where others want every core, each call takes as long as one that moves data.
+/// On a busy machine each call takes as long as one that moves data.
 TEST(Deadline, ARankThatWaitsElsewhereIsNamedOnABusyMachineToo) {
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
@@ -689,9 +689,9 @@ TEST(Deadline, ARankThatWaitsElsewhereIsNamedOnABusyMachineToo) {
   for (std::thread& one : busy) one.join();
 }
 
-/// One rank does not come for longer than the deadline, and comes back when the others have their
-/// verdict: on a busy machine their patience, which counts only what they waited while they ran,
-/// may last longer than any time that it could sleep.
+/// One rank stays away longer than the deadline, and comes back when the others have their verdict.
+/// No sleep would be long enough: on a busy machine their patience, which counts only time while
+/// they run, may last longer.
 class Absence {
  public:
   ~Absence() { over(); }
@@ -710,7 +710,7 @@ class Absence {
   bool is_over_ = false;
 };
 
-/// The absent rank does something else; it hears the verdict when it comes back, also where the
+/// The absent rank does something else. It gets the verdict when it comes back, also where the
 /// others have left.
 void stay_away(Absence& absence, const Communicator& world, int me) {
   absence.stay_away(world.deadline());
@@ -719,7 +719,7 @@ void stay_away(Absence& absence, const Communicator& world, int me) {
 }
 
 TEST(Deadline, ARankThatDoesNotComeIsNamed) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() / 2;
@@ -735,7 +735,7 @@ TEST(Deadline, ARankThatDoesNotComeIsNamed) {
 }
 
 TEST(Deadline, TheStuckRankIsNamedThroughARing) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   if (world.rank() == 0) return stay_away(absence, world, 0);
@@ -748,10 +748,10 @@ TEST(Deadline, TheStuckRankIsNamedThroughARing) {
   EXPECT_EQ(error.rank(), 0);
 }
 
-/// The error names the step of the transfer that is waited for, and after it nothing is written:
-/// not for this transfer, nor for the others that were open.
+/// The error names the step of the transfer that is waited for. Nothing is written after it: not
+/// for this transfer, nor for other open ones.
 TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() - 1;
@@ -786,7 +786,7 @@ TEST(Deadline, ARankThatDoesNotComeIsNamedAtTheWaitOfATransfer) {
 }
 
 TEST(Deadline, ADroppedTransferOfARankThatDoesNotComeIsAnErrorOfTheNextCall) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() / 2;
@@ -924,7 +924,7 @@ TEST(Split, ManyTimesAndLetGoInAnyOrder) {
 }
 
 TEST(Split, ARankThatDoesNotComeToItIsNamed) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() == 1) GTEST_SKIP() << "takes two ranks";
   const int absent = world.size() - 1;
@@ -939,9 +939,9 @@ TEST(Split, ARankThatDoesNotComeToItIsNamed) {
   EXPECT_EQ(error.step(), "split of the communicator");
 }
 
-/// Those of the part name the rank with both numbers, and the whole lives on.
+/// Ranks of the part name the rank with both numbers, and the whole lives on.
 TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
   const int absent = world.size() - 1;
@@ -970,7 +970,7 @@ TEST(Split, AStoppedRankOfAPartIsNamedThereAndTheWholeLivesOn) {
 
 /// Rank 0 waits for all, the others in a part; the last one is in neither.
 TEST(Split, AStoppedRankIsNamedByThoseWhoWaitForAllToo) {
-  Absence absence;  // ends after the world, for those who are there
+  Absence absence;  // ends after the world, for the ranks present
   const Communicator world = impatient_world();
   if (world.size() < 3) GTEST_SKIP() << "takes a part of two ranks, and one besides";
   const int absent = world.size() - 1;
@@ -1016,7 +1016,7 @@ TEST(Split, AnAbortOfTheWholeEndsThePartsAndNoneOfAPartEndsTheWhole) {
     EXPECT_EQ(error.rank(), rank);
     EXPECT_THAT(error.what(), HasSubstr("Rank 0 gave up: no more"));
   };
-  if (part) expect_end(*part, -1);  // rank 0 is none of it
+  if (part) expect_end(*part, -1);  // rank 0 is not part of it
   expect_end(world, 0);
   if (part) {
     EXPECT_THROW(part->split(0), RankError);

@@ -1,5 +1,5 @@
-// Decode context parallelism, the peers' grid: what their tests of transports and of the merge
-// assert, with the ranks simulated on one device (tests/dist/serving_test.cpp has real ones).
+// Decode context parallelism, the peers' grid: the assertions of their tests of transports and of
+// the merge, with ranks simulated on one device (tests/dist/serving_test.cpp has real ones).
 #pragma once
 
 #include <gtest/gtest.h>
@@ -52,7 +52,7 @@ inline std::vector<ContextParallelCase> context_parallel_grid() {
   for (int ranks : {2, 4})
     for (std::int64_t tokens : {1, 17, 128})
       for (std::int64_t block : {1, 16, 64}) {
-        // Queries of 1, 3, 2, 1, 3, 2 ... rows; some sequences are empty on every rank, some on all
+        // Queries of 1, 3, 2, 1, 3, 2 ... rows. Some sequences are empty on every rank, some on all
         // ranks but one, some full.
         Serving s{.heads = 6 * ranks, .kv_heads = 1, .dim = 256, .dtype = DType::bf16};
         s.q_lens.clear();

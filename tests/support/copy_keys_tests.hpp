@@ -1,6 +1,6 @@
-// Keys and values out of a cache of any form to rows side by side, on every device: every byte is
-// where it should be, nothing else is written, and nothing that no row needs is read of a block
-// table. And the starts of sharded query rows.
+// Copies keys and values of a cache of any form to rows side by side, on every device. Every byte
+// must be in its place, nothing else is written, and only needed entries of a block table are read.
+// Also the starts of sharded query rows.
 #pragma once
 
 #include "src/strategy/shared/node_ranks.hpp"
@@ -11,8 +11,8 @@ namespace longspan::tests {
 
 class CopyKeys : public OnDevice {
  protected:
-  /// Local keys of every rank of the rule, by their order or by position, against one element after
-  /// the other. With `per_node` the positions are those in what so many neighbouring ranks hold.
+  /// Local keys of every rank of the rule, by their order or by position, compared element by
+  /// element. With `per_node` positions are those among the keys of that many neighbouring ranks.
   void expect_copied(const HostShape& shape, const Shard& rule, bool by_position,
                      int per_node = 0) {
     HostProblem problem(shape, static_cast<std::uint32_t>(below(1 << 30)));
@@ -33,7 +33,7 @@ class CopyKeys : public OnDevice {
       }
       const auto size = static_cast<std::int64_t>(size_of(problem.k.dtype));
       const std::int64_t row = std::int64_t{shape.kv_heads} * shape.dim * size;
-      // What is expected: the keys that are needed, in their rows, and 0xff everywhere else.
+      // The expected result: the needed keys in their rows, and 0xff everywhere else.
       std::vector<std::byte> expected_k(static_cast<std::size_t>(rows * row), std::byte{0xff}),
           expected_v = expected_k;
       const std::vector<std::vector<bool>> seen = problem.seen();
@@ -88,7 +88,7 @@ class CopyKeys : public OnDevice {
       EXPECT_TRUE(to_k.values() == expected_k) << "keys of rank " << shard.rank;
       EXPECT_TRUE(to_v.values() == expected_v) << "values of rank " << shard.rank;
 
-      copy.to_v = nullptr;  // keys alone, and no further than there is room
+      copy.to_v = nullptr;  // keys only, and no further than the room
       copy.rows = rows / 2;
       std::fill(expected_k.begin() + rows / 2 * row, expected_k.end(), std::byte{0xff});
       const auto half = poisoned<std::byte>(expected_k.size());
@@ -109,7 +109,7 @@ class CopyKeys : public OnDevice {
     s.query_len = {3, 0, 1, 20};
     s.kv_len = {static_cast<std::int32_t>(100 + below(60)), 40, 0,
                 static_cast<std::int32_t>(20 + below(30))};
-    // Of the first and the last sequence only some keys are needed, and of the second none.
+    // The first and the last sequence need only some keys, and the second none.
     s.mask = {.causal = true, .window = 30};
     return s;
   }

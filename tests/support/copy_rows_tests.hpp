@@ -1,5 +1,5 @@
-// Blocks of rows are copied with any steps, widths and numbers, on every device, and nothing beside
-// them is written.
+// Copies blocks of rows with any steps, widths and numbers, on every device. Nothing beside them is
+// written.
 #pragma once
 
 #include "src/base/strided_copy.hpp"
@@ -12,8 +12,8 @@ class CopyRows : public OnDevice {
  protected:
   using Shape = StridedShape;
 
-  /// Copies blocks in one call, each from and to a region of its own, against one row after the
-  /// other.
+  /// Copies blocks in one call, each from and to a region of its own, compared with a copy row by
+  /// row.
   void expect_copied(const std::vector<Shape>& shapes) {
     const StridedRegions regions(shapes);
     std::vector<std::byte> from(regions.bytes), expected(regions.bytes, std::byte{0xff});
@@ -40,7 +40,7 @@ TEST_F(CopyRows, OfAnyWidthAtAnyAddress) {
       }
 }
 
-/// More blocks than one launch takes, of all sizes, none among them.
+/// More blocks than one launch takes, of all sizes, also empty ones.
 TEST_F(CopyRows, OfManyBlocksAtOnce) {
   std::vector<Shape> shapes;
   for (int i = 0; i < 200; ++i)

@@ -1,5 +1,5 @@
-// What goes wrong in kernels that others ship, each as a test by the name of what goes wrong. One
-// source for the host and for GPUs: the file that includes it defines kDevice, backend() and
+// Defects of kernels that others ship, each as a test with the defect's name. One source for the
+// host and for GPUs: the file that includes it defines kDevice, backend() and
 // LONGSPAN_NEEDS_DEVICE().
 #pragma once
 
@@ -36,7 +36,7 @@ inline void expect_exact(const ServingProblem& problem, const ServingResult& res
 
 TEST(Defects, ASegmentEmptiedByTheWindowReportsMinusInfinity) {
   LONGSPAN_NEEDS_DEVICE();
-  // Were its max 0, a row whose true scores lie below about -90 would be lost in the merge.
+  // With a max of 0, the merge would lose a row whose true scores are below about -90.
   Serving s{.heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {1, 1}, .kv_lens = {512, 300}};
   s.mask.window = 100;
   ServingProblem problem(s, 21);
@@ -55,7 +55,7 @@ TEST(Defects, ASegmentEmptiedByTheWindowReportsMinusInfinity) {
 
 TEST(Defects, ScoresFarBelowAnyFiniteStandInForMinusInfinity) {
   LONGSPAN_NEEDS_DEVICE();
-  // Hidden keys at a stand-in of -10000 would outweigh visible ones at -32768.
+  // Hidden keys with a score of -10000 would outweigh visible ones at -32768.
   for (DType dtype : {DType::fp32, DType::bf16})
     for (std::int64_t window : {0, 40}) {
       Serving s{.heads = 4, .kv_heads = 2, .dim = 64, .dtype = dtype};
@@ -74,7 +74,7 @@ TEST(Defects, ScoresFarBelowAnyFiniteStandInForMinusInfinity) {
 
 TEST(Defects, KeysHiddenByBiasAloneAreNotSeen) {
   LONGSPAN_NEEDS_DEVICE();
-  // Drafts alone, so that parts of the keys hold nothing but hidden ones for some rows.
+  // Only drafts, so that some rows see no key in parts of the keys.
   Serving s{.heads = 4, .kv_heads = 2, .dim = 64, .q_lens = {40, 9}, .kv_lens = {40, 9}};
   s.qq_bias = true;
   const ServingProblem problem(s, 23);
@@ -135,7 +135,7 @@ TEST(Defects, SoftcapFarAboveItsCapDoesNotOverflow) {
 
 TEST(Defects, StaleNaNInPagesOutsideTheWindowStaysThere) {
   LONGSPAN_NEEDS_DEVICE();
-  // The problem itself leaves NaN in all keys that no row sees, and garbage in their entries.
+  // The problem leaves NaN in all keys that no row sees, and garbage in their table entries.
   for (DType dtype : {DType::fp32, DType::bf16})
     for (int page : {1, 16, 128})
       for (std::int64_t window : {1, 10, 129}) {

@@ -10,8 +10,8 @@
 
 namespace longspan::tests {
 
-/// A port of the loopback interface that was free a moment ago. It lies below the ports that Linux
-/// gives to connections, or one of those could take it meanwhile.
+/// A port of the loopback interface that was free a moment ago. It is below the ports that Linux
+/// assigns to connections: one of those could be taken meanwhile.
 inline int free_port() {
   std::random_device random;
   std::uniform_int_distribution<int> ports(10000, 32000);

@@ -1,6 +1,6 @@
-// Seeds of random inputs. Every run draws the same ones, so that a change is to blame for what
-// fails. LONGSPAN_TEST_SEEDS=new draws others in each run (tests/long.sh). A test names its seed
-// where it fails, and LONGSPAN_TEST_SEED repeats that one.
+// Seeds of random inputs. Every run draws the same ones, so that a change is to blame for a
+// failure. LONGSPAN_TEST_SEEDS=new draws others in each run (tests/long.sh). A failing test prints
+// its seed, and LONGSPAN_TEST_SEED repeats it.
 #pragma once
 
 #include <cstdlib>
@@ -11,7 +11,7 @@
 
 namespace longspan::tests {
 
-/// Where it is set, seeds follow from it: whoever runs a test again has the same inputs.
+/// Where it is set, seeds follow from it, so that a repeated test has the same inputs.
 inline std::optional<std::mt19937>& repeated_seeds() {
   static std::optional<std::mt19937> seeds = [] {
     const char* which = std::getenv("LONGSPAN_TEST_SEEDS");

@@ -1,6 +1,6 @@
 // The acceptance grids of serving kernels, with float64 in place of another kernel: segmented
 // attention over a paged cache, and chunked prefill. One source for the host and for GPUs: a test
-// file says which device, and how many of the cases.
+// file chooses the device, and the number of cases.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -46,7 +46,7 @@ void run_grid(Device device, const std::vector<Case>& cases, std::size_t every, 
 
 struct UnifiedCase {
   Serving shape;
-  int segments = 0;  // 0: as many as fill the device; else handed out and reduced
+  int segments = 0;  // 0: as many as fill the device; else returned and reduced
 };
 
 /// Heads, head sizes, block counts, lengths, windows, softcaps, fp8 queries with scales, and the
@@ -90,8 +90,8 @@ inline void run_unified(const ServingOps& kernels, Device device, const UnifiedC
                unified_tolerance(c.shape), 8);
 }
 
-/// Beside the main grid: fp8 caches under 16-bit queries, fp8 output over many sequences, all that
-/// the seeds' kernel takes at once, and segments of a fixed size.
+/// Beside the main grid: fp8 caches under 16-bit queries, fp8 output over many sequences, all
+/// options of the seeds' kernel at once, and segments of a fixed size.
 inline std::vector<UnifiedCase> unified_extras() {
   std::vector<UnifiedCase> cases;
   for (int dim : {96, 128, 256}) {

@@ -1,6 +1,6 @@
-// Heads of other sizes than the usual: values of another width than keys, the least and the widest
-// heads, and values that are the first columns of the keys (MLA). On every device, by every call.
-// Whoever includes this says kDevice, backend() and LONGSPAN_NEEDS_DEVICE() first.
+// Heads of unusual sizes: values of another width than keys, the smallest and the widest heads, and
+// values that are the first columns of the keys (MLA). On every device, by every call. A file that
+// includes this first defines kDevice, backend() and LONGSPAN_NEEDS_DEVICE().
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,8 +17,8 @@ namespace longspan::tests {
 namespace {
 
 constexpr std::pair<int, int> kHeadDims[] = {
-    {192, 128},                   // MLA, as prefill has it
-    {kMaxHeadDim, kMaxValueDim},  // MLA, as decode has it
+    {192, 128},                   // MLA, as in prefill
+    {kMaxHeadDim, kMaxValueDim},  // MLA, as in decode
     {64, 40},
     {40, 136},
     {8, 8},  // the least
@@ -34,7 +34,7 @@ Serving of_dims(int dim, int value_dim, DType dtype) {
   return s;
 }
 
-/// Everything of what `run` gives against float64.
+/// All results of `run` against float64.
 template <class Run>
 void expect_exact(const Serving& shape, const Run& run) {
   const unsigned seed = fresh_seed();
@@ -117,7 +117,7 @@ TEST(HeadDims, StatesOfRanks) {
       });
 }
 
-/// Also where nothing asks for it, and their keys are split.
+/// Also without such an option, with their keys split.
 TEST(HeadDims, ShortQueriesKeepTheFixedOrder) {
   LONGSPAN_NEEDS_DEVICE();
   for (const auto& [dim, value_dim] : kHeadDims) {

@@ -1,6 +1,5 @@
-// Keys and values as a rank holds them in pages: in any order, among pages of NaN, equal pages only
-// once. NaN are also the keys that no row sees, and the table's entries that nobody needs lead
-// outside of all memory.
+// A rank's keys and values in pages: in any order, among pages of NaN, equal pages only once. Keys
+// that no row sees are also NaN, and table entries that nothing needs point outside all memory.
 #pragma once
 
 #include <algorithm>
@@ -29,14 +28,14 @@ struct Array {
   void set(std::int64_t i, float value) { store_element(bytes.data(), dtype, i, value); }
 };
 
-/// How pages hold their keys and values.
+/// The layout of keys and values in pages.
 enum class Store {
   rows,      // [page, kv_heads, dim]
   x_packed,  // K [kv_heads, dim / x, page, x], V [kv_heads, dim, page]
   odd,       // K [dim, kv_heads, page], V in chunks of 4
 };
 
-/// The keys that a rank holds: packed sequence after sequence, or in pages.
+/// A rank's keys: packed sequence after sequence, or in pages.
 struct Local {
   Array k, v;
   std::vector<std::int64_t> start;
@@ -142,7 +141,7 @@ struct Whole {
     }
   }
 
-  /// What the keys that some row sees hold, as a name; empty where there are none.
+  /// The contents of the keys that some row sees, as a name; empty where there are none.
   std::string content_of(int b, const Shard& shard, std::int64_t first, int size) const {
     std::string content;
     const std::size_t row = stride * size_of(k.dtype);

@@ -1,6 +1,6 @@
 // One attention problem for the tests of the host backend: whole sequences of random numbers, cut
-// into shards, attended rank by rank in one process, merged. All memory that is written starts as
-// NaN, and so does every gap between rows.
+// into shards, attended rank by rank in one process, and merged. All written memory starts as NaN,
+// and so does every gap between rows.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -90,7 +90,7 @@ class HostProblem {
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape.dim)); }
   int batch() const { return static_cast<int>(shape.kv_len.size()); }
 
-  /// What a rank needs to attend; `shard.rank` and `shard.table` as given.
+  /// The arguments of a rank's attention; `shard.rank` and `shard.table` as given.
   kernels::AttendParams params(const Shard& shard, kernels::StateSlots state, int slot) {
     kernels::AttendParams p;
     p.dtype = shape.dtype;
@@ -168,8 +168,8 @@ class HostProblem {
     return merge(backend, merged, shards[0].layout == Layout::interleaved, sinks);
   }
 
-  /// The same by shares of the query rows: each share of `queries` attends by itself to the keys
-  /// of all ranks.
+  /// The same by shares of the query rows: each share of `queries` attends by itself to the keys of
+  /// all ranks.
   Result run_by_rows(const kernels::Backend& backend, const std::vector<Shard>& shards,
                      const Shard& queries, const std::vector<float>* sinks = nullptr) {
     const std::int64_t row = std::int64_t{shape.heads} * shape.dim;
@@ -212,8 +212,8 @@ class HostProblem {
     return whole;
   }
 
-  /// The shards in a chain, each from the state of those before: a slot for each part of the keys,
-  /// and no merge but over the parts. `empty_first`: the first shard begins from empty states.
+  /// The shards in a chain, each from the state of those before. Each part of the keys has a slot,
+  /// and only the parts are merged. `empty_first`: the first shard begins from empty states.
   /// Between the shards, max and o of empty states become NaN.
   Result run_chain(const kernels::Backend& backend, const std::vector<Shard>& shards,
                    const std::vector<float>* sinks = nullptr, bool empty_first = false) {
@@ -341,7 +341,7 @@ class HostProblem {
   std::vector<std::int32_t> query_start;  // [batch + 1]
   std::vector<std::int32_t> key_start;    // [batch + 1] of the whole sequences, packed
   Array q, k, v;
-  std::optional<Interval> only;                  // the judge looks at these keys alone
+  std::optional<Interval> only;                  // the judge looks only at these keys
   std::vector<float> q_scale, k_scale, v_scale;  // [kv_heads]
   Array slopes;                                  // [heads] or [batch, heads]
   Array qq;                                      // [width, width + kGap]
@@ -439,8 +439,8 @@ class HostProblem {
 };
 
 /// As close as fp32 arithmetic must be, with scores of order 1. An lse has the error of a dot
-/// product: of 256 such terms summed one by one it is 6e-7 on average, and in the worst of 20,000
-/// rows 5e-6, so the worst has a bound of its own.
+/// product. Of 256 such terms summed one by one it is 6e-7 on average, and in the worst of 20,000
+/// rows 5e-6, so the worst has its own bound.
 inline ::testing::AssertionResult is_close(const HostProblem::Error& error) {
   constexpr double kNorm = 2e-6, kWorst = 1e-5;
   if (error.out < kNorm && error.lse < kNorm && error.worst_lse < kWorst)

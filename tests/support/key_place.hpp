@@ -1,5 +1,5 @@
-// Where the keys of a batch lie in a test, by the shapes of their tensors, which is what a kernel's
-// strides must come to.
+// The place of a batch's keys in a test, by the shapes of their tensors, which a kernel's strides
+// must match.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace longspan::tests {
 
-/// How a place holds its keys and values.
+/// The layout of keys and values in a place.
 enum class Form {
   rows,      // [rows, kv_heads, dim], sequence after sequence
   batch,     // [batch, capacity, kv_heads, dim]
@@ -56,7 +56,7 @@ struct KeyPlace {
     return shape.offset + (in_pages() ? pages * page_size(is_key) : rows * row_size(is_key));
   }
 
-  /// Where element d of a key's head lies; -1 where the table names no page.
+  /// The place of element d of a key's head; -1 where the table has no page.
   std::int64_t at(bool is_key, int b, std::int64_t key, int head, int d) const {
     const std::int64_t n = width(is_key), row = key % page;
     if (!in_pages()) {
@@ -73,7 +73,7 @@ struct KeyPlace {
     return first + ((head * n / shape.x + d / shape.x) * page + row) * shape.x + d % shape.x;
   }
 
-  /// As a caller gives it.
+  /// In the caller's form.
   Tensor tensor(bool is_key, void* memory, std::int64_t rows, Device device) const {
     const std::int64_t heads = shape.kv_heads, n = width(is_key), row = row_size(is_key);
     void* const data = static_cast<std::byte*>(memory) + shape.offset * size_of(shape.dtype);
@@ -97,7 +97,7 @@ struct KeyPlace {
     }
   }
 
-  /// As kernels see it, without where it begins.
+  /// In the kernels' form, without its start.
   kernels::KvRows layout(bool is_key) const {
     const std::int64_t n = width(is_key);
     kernels::KvRows r{nullptr, row_size(is_key), n};

@@ -1,5 +1,5 @@
-// One rank's cache in a test of reshards: every byte of its keys is known from where the key
-// stands, and every other byte is poison.
+// One rank's cache in a test of reshards: every byte of a key follows from the key's position, and
+// every other byte is poison.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline std::byte byte_of(bool is_key, int sequence, std::int64_t position, std::
   return static_cast<std::byte>((x ^ x >> 29) * 0xbf58476d1ce4e5b9u >> 56);
 }
 
-/// What a rank holds of each sequence, position by position, by the definition of its layout.
+/// A rank's positions of each sequence, by the definition of its layout.
 inline std::vector<std::vector<std::int64_t>> positions_of(
     const CacheRanks& cache, int rank, const std::vector<std::int64_t>& lengths) {
   std::vector<std::vector<std::int64_t>> positions(lengths.size());
@@ -74,7 +74,7 @@ class KnownCache {
     return t;
   }
 
-  /// Puts keys where they are expected from now on.
+  /// Puts keys at their expected places.
   void write(const Positions& held) {
     const auto size = static_cast<std::int64_t>(size_of(place_.shape.dtype));
     for (std::size_t b = 0; b < held.size(); ++b)

@@ -1,7 +1,7 @@
-// Random malformed arguments to every public call: it works or throws an Error, and an Error leaves
-// every result as it was. Nothing else may come of it: no crash, no other exception, no access that
-// the sanitizers see. What a call cannot know stays out of it: memory that is smaller than a tensor
-// says.
+// Random malformed arguments to every public call. It must work or throw an Error, and an Error
+// leaves every result unchanged. Nothing else may happen: no crash, no other exception, no access
+// that the sanitizers report. What a call cannot know is excluded: memory smaller than a tensor
+// claims.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@
 #include "tests/support/fresh_seed.hpp"
 
 #if defined(__SANITIZE_ADDRESS__)
-/// Memory that there is not is refused by an Error, which the sanitizer is not to end first.
+/// A failed allocation must end in an Error, not in the sanitizer.
 extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
 #endif
 
@@ -39,7 +39,7 @@ inline constexpr int kMostInt = std::numeric_limits<int>::max(),
                      kLeastInt = std::numeric_limits<int>::min();
 inline constexpr int kRounds = 4000;
 
-/// Draws what is wrong.
+/// Draws the defects.
 struct Chaos {
   std::mt19937_64 random;
 
@@ -83,10 +83,10 @@ struct Chaos {
         t = {};
     }
   }
-  /// Not of the room past the end.
+  /// Not in the room past the end.
   template <class T>
   void entry(std::vector<T>& values);
-  /// As many as there may be, or not.
+  /// As many as allowed, or not.
   void scales(Tensor& s, std::vector<float>& values) {
     s = Tensor(once_in(3) ? nullptr : values.data(),
                {of<std::int64_t>({0, 1, kKvHeads, 3, kMost})});
@@ -120,7 +120,7 @@ void Chaos::entry(std::vector<T>& values) {
       of<T>({std::numeric_limits<T>::min(), -1, 0, 1, 5, 33, std::numeric_limits<T>::max()});
 }
 
-/// Memory of every call, with room past its end; what is written begins as NaN.
+/// Memory of every call, with room past its end; written memory begins as NaN.
 struct Memory {
   std::vector<float> q, k, v, new_k, new_v, parts, lses, one, sinks, qq;
   std::vector<float> out, lse, seg_output, seg_max, seg_expsum;
@@ -134,7 +134,7 @@ struct Memory {
   Buffer state{Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim)}, workspace;
 
   explicit Memory(std::mt19937_64& random) {
-    // To draw each value would take longer than the calls. The table does not depend on `random`,
+    // Drawing each value would take longer than the calls. The table does not depend on `random`,
     // so that a seed gives the same inputs whichever test comes first.
     static const std::vector<float> normals = [] {
       std::mt19937_64 engine(1);
@@ -166,7 +166,7 @@ struct Memory {
       to->assign(kTokens * kHeads * kSegments * kDim + kRoom, NAN);
     std::memset(state.data(), 0xff, state.bytes());
   }
-  /// Of all that calls write but caches, which are not poisoned.
+  /// A copy of all that calls write, except caches, which are not poisoned.
   bool is_poison() const {
     const auto* bytes = static_cast<const unsigned char*>(state.data());
     return is_poison(out) && is_poison(lse) && is_poison(seg_output) && is_poison(seg_max) &&
@@ -219,10 +219,10 @@ struct Memory {
 class Malformed : public ::testing::Test {
  protected:
   Malformed() : seed_(tests::fresh_seed()), chaos_{std::mt19937_64(seed_)} {
-    std::cerr << "seed " << seed_ << std::endl;  // ahead of what may crash
+    std::cerr << "seed " << seed_ << std::endl;  // before the calls that may crash
   }
 
-  /// Calls, and looks at what an Error left behind.
+  /// Calls, and checks the memory after an Error.
   void attempt(Memory& m, const std::function<void()>& call) {
     m.poison();
     const std::vector<float> k = m.k, v = m.v;
@@ -240,7 +240,7 @@ class Malformed : public ::testing::Test {
   static bool same(const std::vector<float>& a, const std::vector<float>& b) {
     return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
   }
-  /// Both must come, or the test looks at nothing.
+  /// Both must occur, or the test checks nothing.
   void TearDown() override {
     EXPECT_GT(worked_, 0);
     EXPECT_GT(refused_, 0);
@@ -280,7 +280,7 @@ class Malformed : public ::testing::Test {
     apply(changes);
   }
 
-  /// Of what all attention on one rank has.
+  /// Changes common to all attention on one rank.
   template <class Args>
   std::vector<Change> changes_of_attention(Args& a, Memory& m) {
     Chaos& c = chaos_;

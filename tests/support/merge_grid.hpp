@@ -1,5 +1,5 @@
-// The acceptance grid of the two-way merge: 2,592 cases as serving engines test theirs, with rows
-// that are empty on one side or on both, against float64.
+// The acceptance grid of the two-way merge: 2,592 cases as in the tests of serving engines, with
+// rows that are empty on one side or on both, against float64.
 #pragma once
 
 #include <sstream>
@@ -86,8 +86,8 @@ inline kernels::MergeOutputsParams grid_params(const GridCase& c, void* prefix, 
   return p;
 }
 
-/// The tolerance of the engines' own test, fp8 after dequantising; and never more than what one
-/// rounding explains.
+/// The tolerance of the engines' own test, fp8 after dequantising, and never more than one
+/// rounding.
 inline double grid_tolerance(const GridCase& c, double expected, double size) {
   const double absolute = c.fp8 ? 1e-1 : 1e-3;
   const double relative = c.fp8 ? 1e-1 : c.dtype == bf16 ? 1e-2 : 1e-3;
@@ -105,7 +105,7 @@ struct GridResult {
   const float* out_lse;
 };
 
-/// Every lse, every empty row, and the elements of 512 rows or more. Returns what is wrong, or "".
+/// Every lse, every empty row, and the elements of 512 rows or more. Returns the error, or "".
 inline std::string grid_fault(const GridCase& c, const GridResult& r, unsigned seed) {
   std::mt19937 random(seed);
   std::ostringstream fault;
@@ -123,7 +123,7 @@ inline std::string grid_fault(const GridCase& c, const GridResult& r, unsigned s
         return fault.str();
       }
       if (std::isinf(a) || copied) a = -kInf;
-      if (copied) b = 0;  // which counts alone, and whose lse has been looked at
+      if (copied) b = 0;  // which alone counts, and whose lse was checked
       if (std::isinf(b)) b = -kInf;
       const std::byte* out = r.out + row * row_bytes;
       const double top = std::max(a, b);

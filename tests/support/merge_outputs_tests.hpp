@@ -1,5 +1,5 @@
-// Laws of the merge of finished outputs, on every device. Names say what goes wrong where they do
-// not hold: each of them is a defect that was found in a kernel of this kind.
+// Laws of the merge of finished outputs, on every device. Each test has the name of a defect that
+// was found in a kernel of this kind.
 #pragma once
 
 #include "tests/support/outputs_case.hpp"
@@ -56,7 +56,7 @@ TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesAnEmptySide) {
   }
 }
 
-/// Once a natural lse of 3e38 became infinite in base 2, and two of -3e38 had a merge of NaN.
+/// A natural lse of 3e38 used to become infinite in base 2, and two of -3e38 merged to NaN.
 TEST_F(MergeOutputs, AFiniteScoreOfAnySizeSurvivesOtherFiniteOnes) {
   constexpr float kMost = std::numeric_limits<float>::max();
   const std::vector<float> sizes{3e38f, -3e38f, 0.0f,     kMost,  -kMost, 2.5e38f,
@@ -170,7 +170,7 @@ TEST_F(MergeOutputs, TokensPastThePrefixCopyTheSuffixBitForBit) {
       for (std::int64_t with_prefix : {0, 1, 5, 9, 20}) {
         OutputsCase c{.tokens = 9, .dim = dim, .in = in, .out = in, .with_prefix = with_prefix};
         OutputsData data = make(c, 0);
-        // What is past the prefix must not be read: its lse would win.
+        // Rows past the prefix must not be read: their lse would win.
         for (std::int64_t i = std::min(with_prefix, c.tokens) * c.heads; i < c.rows(); ++i)
           data.lse[i] = 1e6f;
         const OutputsResult result = merge(c, data);
@@ -186,8 +186,7 @@ TEST_F(MergeOutputs, TokensPastThePrefixCopyTheSuffixBitForBit) {
       }
 }
 
-/// A copy asks for no meaning: neither an lse that elsewhere says "no keys" nor one of NaN changes
-/// what stands there.
+/// A copy has no meaning: neither an lse that elsewhere means "no keys" nor one of NaN changes it.
 TEST_F(MergeOutputs, ACopiedSuffixKeepsAnyLseAndItsRow) {
   for (DType in : {fp32, bf16})
     for (DType out : {in, in == fp32 ? bf16 : fp32, e4m3})
@@ -209,7 +208,7 @@ TEST_F(MergeOutputs, ACopiedSuffixKeepsAnyLseAndItsRow) {
         }
 }
 
-/// A prefix that is not there at all: reading it would be a fault.
+/// A prefix without memory: reading it would be a fault.
 TEST_F(MergeOutputs, APrefixOfNoTokensMayBeNull) {
   for (int dim : {60, 128}) {
     const OutputsCase c{.tokens = 9, .dim = dim};
@@ -289,7 +288,7 @@ TEST_F(MergeOutputs, ManyPartsOfAnyTypeIntoAnyType) {
         }
 }
 
-/// The type that a part travels in is not the merge's business: widened by hand, the same bits.
+/// The type that a part travels in does not matter to the merge: widened by hand, the same bits.
 TEST_F(MergeOutputs, APartOfAnotherTypeCountsAsItsValues) {
   for (DType suffix : {fp16, bf16, e4m3}) {
     OutputsCase c{.tokens = 30, .dim = 64, .suffix = suffix};
@@ -340,7 +339,7 @@ TEST_F(MergeOutputs, TheMergeOfFiniteValuesIsFinite) {
         }
 }
 
-/// Ranks that merge the same parts have the same result, however each of them lays it out.
+/// Ranks that merge the same parts have the same result, in any layout.
 TEST_F(MergeOutputs, WhereRowsLieChangesNoBit) {
   for (DType in : {fp32, fp16, bf16})
     for (DType out : {in, e4m3})
@@ -439,7 +438,7 @@ TEST_F(MergeOutputs, Fp8SaturatesAndNanStaysNan) {
           c.scale = 0.3f;
           c.inverse = inverse;
           OutputsData data = make(c, 0);
-          std::fill_n(data.lse.begin(), c.rows(), -kInf);  // the suffix alone: out = value
+          std::fill_n(data.lse.begin(), c.rows(), -kInf);  // only the suffix: out = value
           for (std::int64_t i = c.size(); i < 2 * c.size(); ++i) {
             std::uint32_t bits = random_();
             if (i % 4 != 0) bits = (bits & 0x807fffffu) | (113u + bits % 26u) << 23;

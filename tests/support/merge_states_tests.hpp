@@ -1,5 +1,5 @@
-// The merge of states where it ends: sinks of any type, fp8 with a scale, dims from 8, and rows
-// that are not in the batch. On every device.
+// The edges of the merge of states: sinks of any type, fp8 with a scale, dims from 8, and rows that
+// are not in the batch. On every device.
 #pragma once
 
 #include "tests/support/on_device.hpp"
@@ -81,7 +81,7 @@ class MergeStates : public OnDevice {
     return {out.values(), lse.values()};
   }
 
-  /// Rows of `written` tokens are right, the others as they were.
+  /// Rows of `written` tokens are right, the others unchanged.
   void expect_right(const MergeCase& c, const std::vector<bool>& written) {
     make(c);
     const Merged merged = merge(c);

@@ -1,4 +1,4 @@
-// Random bytes that every rank can work out for itself, so that what arrives can be compared.
+// Random bytes that every rank can compute, so that received data can be compared.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline std::uint64_t shared_seed(const Communicator& world) {
   return std::stoull(world.gather(std::to_string(fresh_seed()), "seed").front());
 }
 
-/// What `from` sends to `to`.
+/// The message of `from` to `to`.
 inline Bytes message(std::uint64_t seed, int from, int to, std::size_t bytes) {
   std::seed_seq mix{seed, std::uint64_t(from), std::uint64_t(to), std::uint64_t(bytes)};
   std::mt19937 random(mix);

@@ -1,5 +1,5 @@
-// Keys and values from a place of any form to one of any other, on every device: every byte is
-// where the shapes of both say, and nothing else is written.
+// Moves keys and values from a place of any form to one of any other, on every device. Every byte
+// must be where the shapes of both say, and nothing else is written.
 #pragma once
 
 #include <numeric>
@@ -76,7 +76,7 @@ class MoveKeys : public OnDevice {
             const std::int64_t a = from.at(is_key, run.sequence, run.from_key + i, head, d);
             const std::int64_t b = to.at(is_key, run.sequence, run.to_key + i, head, d);
             if (a < 0 || b < 0) continue;
-            // Where keys and values lie together, they lie in the memory of keys.
+            // Where keys and values share memory, it is the memory of keys.
             const bool source_of = is_key || from.form == Form::together;
             const bool target_of = is_key || to.form == Form::together;
             std::memcpy(expected[target_of].data() + b * size, source[source_of].data() + a * size,
@@ -149,7 +149,7 @@ TEST_F(MoveKeys, OfAnyWidth) {
   }
 }
 
-/// What such entries stand for is neither read nor written.
+/// The targets of such entries are neither read nor written.
 TEST_F(MoveKeys, EntriesThatAreNoPageAreLeftOut) {
   const KeyShape shape{.dtype = DType::bf16};
   const std::vector<std::int64_t> keys{70, 2, 31};

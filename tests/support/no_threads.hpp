@@ -1,5 +1,5 @@
-// No thread can be started while one of these lives: the stack that each would get is larger than
-// any address space, so that the system refuses as it does where memory or processes run out.
+// No thread can be started while one of these lives: the stack of each would be larger than any
+// address space, so that the system refuses as it does without memory or processes.
 #pragma once
 
 #include <pthread.h>

@@ -1,5 +1,5 @@
-// Tests of a kernel that every device must pass: the bodies stand in a header, and the test file of
-// a device says which backend runs them.
+// Tests of a kernel that every device must pass: the bodies are in a header, and the test file of a
+// device chooses the backend that runs them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -30,10 +30,10 @@ namespace longspan::tests {
 inline constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 
-/// Defined by the test file; null where there is no such device.
+/// Defined by the test file; null without such a device.
 std::unique_ptr<kernels::Backend> make_backend();
 
-/// A copy of host data where the kernels run.
+/// A copy of host data on the kernels' device.
 template <class T>
 class DeviceArray {
  public:
@@ -78,7 +78,7 @@ class OnDevice : public ::testing::Test {
   }
   const kernels::Backend& backend() const { return *backend_; }
   Device device() const { return backend_->device(); }
-  /// Whether a simulator leaves out a case of so many elements, of all parts together.
+  /// Whether a simulator skips a case of this many elements, of all parts together.
   bool is_left_out(std::int64_t elements) const {
     return device() == Device::cuda && tests::is_left_out(1 + 2e-4 * static_cast<double>(elements));
   }
@@ -99,7 +99,7 @@ class OnDevice : public ::testing::Test {
     return DeviceArray<T>(device(), count);
   }
 
-  /// What an InputError of the call says.
+  /// The message of the call's InputError.
   static std::string refusal(const std::function<void()>& call) {
     try {
       call();
@@ -116,8 +116,8 @@ class OnDevice : public ::testing::Test {
   unsigned seed_ = 0;
 };
 
-/// Half a unit in the last place of `dtype` at `value`, and what fp32 arithmetic on terms of size
-/// `size` may add: what is allowed of one rounding.
+/// Half a unit in the last place of `dtype` at `value`, and the error of fp32 arithmetic on terms
+/// of size `size`: the allowance of one rounding.
 inline double one_rounding(DType dtype, double value, double size) {
   constexpr double kHalfUlp[] = {0x1p-24, 0x1p-11, 0x1p-8, 0x1p-4, 0x1p-3};
   constexpr double kTiny[] = {0, 0x1p-25, 0, 0x1p-10, 0x1p-17};  // half the smallest subnormal

@@ -1,5 +1,5 @@
-// A merge of finished outputs as its tests see it: parts with gaps between their rows, empty sides
-// with NaN payloads, everything poisoned, and the merge in float64.
+// A merge of finished outputs for its tests: parts with gaps between their rows, empty sides with
+// NaN payloads, everything poisoned, and the merge in float64.
 #pragma once
 
 #include <ostream>
@@ -12,8 +12,8 @@ struct OutputsCase {
   std::int64_t tokens = 7;
   int heads = 3, dim = 64, parts = 2;
   DType in = DType::fp32, out = DType::fp32;
-  std::optional<DType> suffix = {};     // of the second of two parts; as `in` where not given
-  std::vector<float> part_scales = {};  // a stored x stands for x * scale; empty: none
+  std::optional<DType> suffix = {};     // of the second of two parts; like `in` by default
+  std::vector<float> part_scales = {};  // a stored x means x * scale; empty: none
   LogBase base = LogBase::e;
   bool nan_is_empty = false;
   bool heads_first = false;  // layout of every lse
@@ -81,7 +81,7 @@ struct OutputsResult {
   }
 };
 
-/// What the merge of one (token, head) must be: float64, straight from the definition.
+/// The expected merge of one (token, head): float64, straight from the definition.
 struct ExactOutput {
   std::vector<double> out, size;  // and the size of what was added, see below
   double lse = -std::numeric_limits<double>::infinity();
@@ -116,9 +116,9 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
     if (lse[n] == -kInf) continue;
     const double weight = std::exp(lse[n] - top);
     sum += weight;
-    // fp32 arithmetic rounds their difference, and that to base 2: a weight errs the more, the
-    // farther they are from 0; of numbers far from 0 it is 0 or 1. one_rounding() allows for 10
-    // roundings.
+    // fp32 arithmetic rounds their difference, and its conversion to base 2. So a weight errs the
+    // more, the farther they are from 0; for numbers far from 0 it is 0 or 1. one_rounding() allows
+    // for 10 roundings.
     const double roundings = 10 + 2 * std::min(std::abs(lse[n]) + std::abs(top), 100.0);
     for (int d = 0; d < c.dim; ++d) {
       const double value = data.value(c, n, c.at(token, head) + d);
@@ -135,7 +135,7 @@ inline ExactOutput merge_exactly(const OutputsCase& c, const OutputsData& data, 
 
 class MergeOutputs : public OnDevice {
  protected:
-  /// Random parts; of 10 sides one or two are empty, with an lse of +inf or -inf and NaN payloads.
+  /// Random parts. Of 10 sides one or two are empty, with an lse of +inf or -inf and NaN payloads.
   OutputsData make(const OutputsCase& c, int empty_in_ten = 2) {
     OutputsData data{std::vector<std::byte>(c.part_at(c.parts), std::byte{0xff}),
                      std::vector<float>(c.parts * c.rows())};

@@ -1,5 +1,5 @@
-// A finished part and its lse go to where they travel from, bit for bit, on every device, and
-// nothing else is written.
+// Copies a finished part and its lse to the place that they are sent from, bit for bit, on every
+// device. Nothing else is written.
 #pragma once
 
 #include "tests/support/on_device.hpp"
@@ -14,7 +14,7 @@ class PackOutputs : public OnDevice {
   };
   static constexpr std::int64_t kTokens = 13;
   static constexpr int kHeads = 3;
-  /// What poisoned() leaves.
+  /// The bytes of poisoned().
   static float poison() { return std::bit_cast<float>(0xffffffffu); }
 
   void expect_packed(DType dtype, int dim, const Layout& from, const Layout& to) {
@@ -97,8 +97,8 @@ TEST_F(PackOutputs, InTheWidestWordThatFits) {
   EXPECT_EQ(word(4096, 256, 64, 5, fp32), 4);
 }
 
-/// Rows of several slots go to the places that a map names, but for those past the batch; sequences
-/// of the place lie apart, and nobody may want the lse.
+/// Rows of several slots go to the places of a map, except those past the batch. Sequences of the
+/// place have gaps between them, and the lse may be omitted.
 TEST_F(PackOutputs, FromSlotsToThePlacesOfAMap) {
   constexpr std::int64_t kSlots = 3, kRows = 5, kDim = 8, kSlot = kRows * kHeads * kDim + 16;
   constexpr std::int64_t kEach = 6, kGap = 40;  // tokens of a sequence, and floats between them
@@ -148,7 +148,7 @@ TEST_F(PackOutputs, FromSlotsToThePlacesOfAMap) {
   }
 }
 
-/// A map may say where rows come from, or only which there are.
+/// A map may give the source of rows, or only which rows exist.
 TEST_F(PackOutputs, FromThePlacesOfAMapAndWhereThereIsOne) {
   using MapOf = kernels::PackOutputsParams::MapOf;
   constexpr std::int64_t kDim = 8;
@@ -188,8 +188,7 @@ TEST_F(PackOutputs, FromThePlacesOfAMapAndWhereThereIsOne) {
   }
 }
 
-/// What ranks say of their runs is compared by the kernels of GPUs, and by the transport on
-/// processors.
+/// Ranks' digests of a run are compared by the kernels of GPUs, and by the transport on CPUs.
 TEST_F(PackOutputs, WritesNothingOfAnotherRun) {
   if (device() == Device::host) GTEST_SKIP() << "the transport compares";
   const std::vector<float> from(8, 1.0f);

@@ -1,5 +1,5 @@
-// States of a slot are dealt out to parts by rows and by heads, bit for bit, on every device, and
-// nothing else is written.
+// Deals out states of a slot to parts by rows and by heads, bit for bit, on every device. Nothing
+// else is written.
 #pragma once
 
 #include "tests/support/on_device.hpp"
@@ -11,7 +11,7 @@ class PackStates : public OnDevice {
   static constexpr std::int64_t kTokens = 11;
   static constexpr int kDim = 24;
 
-  /// Judges by copies of one state after the other. An empty map deals out heads.
+  /// Compares with copies of one state after the other. An empty map deals out heads.
   void expect_packed(int heads, int parts, const std::vector<std::int64_t>& map) {
     const std::int64_t rows = kTokens * heads;
     const std::int64_t capacity =

@@ -1,4 +1,4 @@
-// Rows of any size at any address go where a map says, on every device, and nothing else is
+// Copies rows of any size at any address to the places of a map, on every device. Nothing else is
 // written.
 #pragma once
 
@@ -8,7 +8,8 @@ namespace longspan::tests {
 
 class PlaceRows : public OnDevice {
  protected:
-  /// Rows of `row_bytes`, `ahead` bytes past where memory begins, against one copy after the other.
+  /// Rows of `row_bytes`, `ahead` bytes past the start of memory, compared with one copy after the
+  /// other.
   void expect_placed(std::int64_t row_bytes, std::int64_t ahead, bool mapped) {
     constexpr std::int64_t kRows = 37;
     const auto bytes = static_cast<std::size_t>(ahead + kRows * row_bytes);

@@ -1,6 +1,6 @@
 // A random attention problem: whole sequences on the host, any rank's share of them, and the exact
-// answer. Values are of order 1 and rounded to the dtype before anybody sees them, so the oracle
-// and the kernels get the same numbers.
+// answer. Values are of order 1 and rounded to the dtype first, so the oracle and the kernels get
+// the same numbers.
 #pragma once
 
 #include <cmath>
@@ -67,8 +67,8 @@ class Problem {
     return share(out, shard, shape.q_lens, shape.heads * shape.of_value());
   }
 
-  /// Exact answers, each of one (token, head), the token counted over the batch. It keeps the
-  /// sequences that it widened to float64, which takes longer than to attend a row to one.
+  /// Exact answers, each of one (token, head), with the token counted over the batch. It keeps the
+  /// sequences that it widened to float64, since widening takes longer than attending one row.
   class Oracle {
    public:
     explicit Oracle(const Problem& problem) : problem_(problem) {}
@@ -132,7 +132,7 @@ class Problem {
     return worst;
   }
 
-  /// What one rounding to the dtype, and products in it, may cost at this size.
+  /// The error of one rounding to the dtype, and of products in it, at this size.
   double tolerance() const {
     return shape.dtype == DType::fp32 ? 5e-6 : shape.dtype == DType::fp16 ? 4e-3 : 3e-2;
   }

@@ -1,4 +1,4 @@
-// What a share of the query rows cannot be combined with, on every device.
+// Options that cannot be combined with a share of the query rows, on every device.
 #pragma once
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Random inputs of tests: normal, as inputs of models nearly are, of the one generator.
+// Random inputs of tests, from the common generator: normal, nearly like inputs of models.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,5 @@
-// Grids that are made for a GPU take hours where processors stand for one
-// (docs/contributing/testing.md), so a test leaves out cases there. Which ones its seed decides:
-// other schedules keep others.
+// Grids that are made for a GPU take hours where CPUs simulate one (docs/contributing/testing.md),
+// so a test skips cases there. Its seed decides which: other schedules keep others.
 #pragma once
 
 #include <cmath>
@@ -10,8 +9,8 @@
 
 namespace longspan::tests {
 
-/// What one test leaves out. Work is in milliseconds of a processor, estimated from the shape of a
-/// case and not measured, so that a seed keeps the same cases on every machine.
+/// What one test skips. Work is in milliseconds of a CPU, estimated from the shape of a case and
+/// not measured, so that a seed keeps the same cases on every machine.
 class Reduction {
  public:
   explicit Reduction(std::uint64_t seed) : random_(seed) {}
@@ -38,17 +37,17 @@ class Reduction {
   int kept_ = 0, left_out_ = 0;
 };
 
-/// Of the test that runs: set where kernels are simulated (tests/simulator/schedules.cpp), and
-/// never on a GPU, where every case runs.
+/// For the running test: set where kernels are simulated (tests/simulator/schedules.cpp), and never
+/// on a GPU, where every case runs.
 inline std::optional<Reduction>& reduction() {
   static std::optional<Reduction> now;
   return now;
 }
 
-/// Whether the test leaves out this case.
+/// Whether the test skips this case.
 inline bool is_left_out(double work) { return reduction() && reduction()->leaves_out(work); }
 
-/// A size of which all cases of a test are too large for the simulator, and what it takes there.
+/// `full`, or `small` in the simulator, where all cases of size `full` are too large.
 template <class T>
 T reduced(T full, T small) {
   return reduction() ? small : full;
@@ -59,8 +58,9 @@ T reduced(T full, T small) {
     if (::longspan::tests::reduction()) GTEST_SKIP() << "not in the simulator: " << why; \
   } while (0)
 
-/// Attention of one call: the products of rows, which come in tiles, with all keys, and the making
-/// of the inputs. Masks save less than their part, since cases of few rows cost the same.
+/// The work of attention in one call: the products of rows, which come in tiles, with all keys, and
+/// the making of the inputs. Masks save less than their part, since cases of few rows cost the
+/// same.
 template <class Lengths>
 double work_of_attention(const Lengths& q_lens, const Lengths& kv_lens, int heads, int kv_heads,
                          int dim, int ranks) {
@@ -73,7 +73,7 @@ double work_of_attention(const Lengths& q_lens, const Lengths& kv_lens, int head
   return 2 * ranks + 5e-6 * products * kv_heads * dim + 1e-4 * keys * kv_heads * dim;
 }
 
-/// What the Hopper kernel takes for the same: its tiles are larger.
+/// The work of the Hopper kernel for the same: its tiles are larger.
 constexpr double kOnHopper = 0.4;
 
 }  // namespace longspan::tests

@@ -1,5 +1,5 @@
-// By how much scores that a GPU makes of 16-bit numbers, and so a row's lse, may be off: what its
-// arithmetic can lose at most, worked out for the row at hand.
+// The possible error of scores that a GPU computes from 16-bit numbers, and so of a row's lse: a
+// bound of its arithmetic, computed for each row.
 #pragma once
 
 #include <Eigen/Core>
@@ -11,10 +11,10 @@
 
 namespace longspan::tests {
 
-/// A tensor core multiplies exactly and adds a group of products and the sum so far in one step: it
-/// brings all of them to the exponent of the largest, keeps some bits below those of fp32 and cuts
-/// off the rest, then cuts the sum to fp32. With M the largest of the addends and S the sum, a step
-/// is off by less than
+/// A tensor core multiplies exactly and adds a group of products and the sum so far in one step. It
+/// aligns all of them to the exponent of the largest, keeps some bits below those of fp32 and cuts
+/// off the rest, then cuts the sum to fp32. With M the largest of the addends and S the sum, the
+/// error of a step is less than
 ///
 ///     (products + 1) 2^-(23 + bits) M + 2^-23 S
 ///
@@ -27,9 +27,9 @@ struct TensorCore {
     return major >= 9 ? TensorCore{16, 2} : TensorCore{8, 1};
   }
 
-  /// Of the products of q with each of the keys, of which the kernels add one group after the
-  /// other, from 0 and in the order of dims. A sum that cancels has lost as much on its way as one
-  /// that does not, so this does not shrink with the score.
+  /// For the products of q with each of the keys. The kernels add one group after the other, from 0
+  /// and in the order of dims. A sum that cancels has the error of its larger partial sums, so this
+  /// does not shrink with the score.
   Eigen::ArrayXd lost(const Eigen::VectorXd& q,
                       const Eigen::Ref<const launcher::RowMajor>& keys) const {
     const double of_largest = (products + 1) * std::ldexp(1.0, -23 - bits);
@@ -52,9 +52,9 @@ struct TensorCore {
   }
 };
 
-/// Of the lse of a row that sees these keys, with a `bias` of each or none; a kernel may hold
-/// biases less `lift`, and add that to the row's maximum in the end. With u = 2^-24, of one
-/// rounding in fp32, and in first order a score s_j is off by the sum of
+/// For the lse of a row that sees these keys, with a `bias` of each or none. A kernel may hold
+/// biases less `lift`, and add that to the row's maximum at the end. With u = 2^-24, of one
+/// rounding in fp32, and in first order, the error of a score s_j is the sum of
 ///
 ///     slope |scale| lost_j   slope of a cap there, or 1
 ///     4 u |s_j|              the factor, in base 2, is rounded twice, its product and the sum with

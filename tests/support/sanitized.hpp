@@ -1,5 +1,5 @@
-// Under a sanitizer a test takes ten times as long and more; what it looks for then does not need
-// as many random cases.
+// Under a sanitizer a test takes ten times as long and more, and fewer random cases are enough for
+// what it looks for.
 #pragma once
 
 namespace longspan::tests {

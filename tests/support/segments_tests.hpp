@@ -1,5 +1,5 @@
-// States per segment, out of ours and into results, on every device: against float64, with
-// everything that must not be read or written poisoned.
+// States per segment, exported and turned into results, on every device: against float64, with
+// everything poisoned that must not be read or written.
 #pragma once
 
 #include "tests/support/on_device.hpp"
@@ -33,8 +33,8 @@ struct SegmentsCase {
     }
     return -1;
   }
-  /// Whether a segment of a row holds keys, from the definition: each has ceil(len / (segments *
-  /// tile)) tiles, or `keys` keys.
+  /// Whether a segment of a row has keys, by the definition: each has ceil(len / (segments * tile))
+  /// tiles, or `keys` keys.
   bool holds_keys(std::int64_t token, int segment) const {
     const int b = sequence(token);
     if (b < 0) return false;
@@ -49,7 +49,7 @@ struct SegmentsCase {
 
 class Segments : public OnDevice {
  protected:
-  /// States and sinks of a case, and what the kernels make of them.
+  /// States and sinks of a case, and the kernels' results.
   struct Run {
     std::vector<std::byte> memory;
     kernels::StateSlots states;
@@ -59,7 +59,7 @@ class Segments : public OnDevice {
     std::vector<float> lse;
   };
 
-  /// States of the segments that are there, one in four empty with a NaN payload; NaN elsewhere.
+  /// States of the existing segments, one in four empty with a NaN payload; NaN elsewhere.
   void make(const SegmentsCase& c, Run& run) {
     const std::int64_t rows = c.rows();
     run.memory.assign(kernels::StateSlots::bytes(rows, c.dim) * c.segments, std::byte{0xff});
@@ -150,7 +150,7 @@ class Segments : public OnDevice {
     run.lse = lse.values();
   }
 
-  /// What the export wrote, and that it wrote nothing else.
+  /// Checks what the export wrote, and that it wrote nothing else.
   void expect_exported(const SegmentsCase& c, const Run& run) const {
     for (std::int64_t row = 0; row < c.rows(); ++row)
       for (int s = 0; s < c.segments; ++s) {
@@ -306,7 +306,7 @@ TEST_F(Segments, AShardCutsItsOwnKeys) {
   }
 }
 
-/// Once such a segment said max = 0, and a row whose scores all lie below -90 was lost beside it.
+/// With max = 0 in such a segment, a row whose scores are all below -90 used to be lost.
 TEST_F(Segments, AnEmptiedSegmentDoesNotReportMaxZero) {
   SegmentsCase c;
   c.segments = 2;
@@ -324,7 +324,7 @@ TEST_F(Segments, AnEmptiedSegmentDoesNotReportMaxZero) {
   expect_reduced(c, run);
 }
 
-/// Other writers leave 0 or a finite stand-in for -inf in a segment without keys.
+/// Other writers leave 0 or a finite value for -inf in a segment without keys.
 TEST_F(Segments, AnEmptySegmentOfAnyMaxHidesNothing) {
   for (float stand_in : {0.0f, -10000.0f, kInf, -kInf, kNaN}) {
     SegmentsCase c;
@@ -357,8 +357,8 @@ TEST_F(Segments, AnEmptySegmentOfAnyMaxHidesNothing) {
   }
 }
 
-/// Engines write a max of -inf beside a sum of 1 where a window left a segment no key, and the
-/// output of such a segment as it comes. One segment is left, the first, the last or another.
+/// Engines write a max of -inf beside a sum of 1 where a window left a segment without keys, and
+/// any output of such a segment. One segment is left: the first, the last or another.
 TEST_F(Segments, AMaxOfMinusInfinityIsEmptyWhateverTheSum) {
   for (float sum : {1.0f, 0.5f, 0.0f, kNaN})
     for (int left : {0, 2, 3, -1})
@@ -395,7 +395,7 @@ TEST_F(Segments, AMaxOfMinusInfinityIsEmptyWhateverTheSum) {
       }
 }
 
-/// Engines hand in maxima in natural units, some of which base 2 has no number for.
+/// Engines pass maxima in natural units, some of them too large for base 2.
 TEST_F(Segments, AFiniteMaxOfAnySizeStaysWhatItIs) {
   constexpr float kMost = std::numeric_limits<float>::max();
   const float sizes[] = {3e38f, -3e38f, 0.0f, kMost, -kMost, 2.5e38f, 3e38f, -2.5e38f};

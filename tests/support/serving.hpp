@@ -1,4 +1,4 @@
-// What a serving batch may be, as a test describes it, and how its result is held to account.
+// The description of a serving batch in tests, and the bounds of its result.
 #pragma once
 
 #include <fmt/format.h>
@@ -33,7 +33,7 @@ inline void in_parallel(std::int64_t count, const std::function<void(std::int64_
   for (std::thread& thread : others) thread.join();
 }
 
-/// The shape of a batch and its features; lists feed error messages through describe().
+/// The shape of a batch and its features; describe() prints lists for error messages.
 struct Serving {
   int heads = 8, kv_heads = 2, dim = 64;
   int value_dim = 0;            // 0: dim
@@ -55,13 +55,13 @@ struct Serving {
   float out_scale = 0;                       // 0: none
   bool skip_decode = false;
 
-  int page = 16;            // keys in a page; 0: keys lie one after the other
+  int page = 16;            // keys in a page; 0: keys follow each other
   bool x_packed = false;    // K [pages, kv_heads, dim / x, page, x], V [pages, kv_heads, dim, page]
   int padding = 0;          // elements between pages
   std::int64_t shared = 0;  // leading keys that all sequences have in common: their pages too
-  std::int64_t pool = 0;    // > 0, one rank: pages are drawn from so many, with repetition
+  std::int64_t pool = 0;    // > 0, one rank: pages are drawn from this many, with repetition
   bool whole_table = false;   // every entry is valid and every key stored (a cache that grows)
-  bool separate_new = false;  // the last q_len keys lie apart, in `dtype` (chunked prefill)
+  bool separate_new = false;  // the last q_len keys are separate, in `dtype` (chunked prefill)
   float magnitude = 1;        // of q, k and v
 
   int batch() const { return static_cast<int>(q_lens.size()); }
@@ -74,7 +74,7 @@ struct Serving {
   }
 };
 
-/// What one rank holds.
+/// One rank's arrays.
 struct Cache {
   std::vector<std::byte> k, v;
   std::vector<std::int32_t> table;  // [batch, row_stride]
@@ -82,8 +82,8 @@ struct Cache {
   std::int64_t pages = 0;  // or keys, when they are not paged
 };
 
-/// How far from the truth a result may be: an element is wrong when |error| > absolute + relative
-/// |exact|. The same for every number of ranks.
+/// The allowed error of a result: an element is wrong when |error| > absolute + relative |exact|.
+/// The same for every number of ranks.
 struct Tolerance {
   double absolute, relative = 0, lse = 1e-5;
 };
@@ -91,7 +91,7 @@ struct Tolerance {
 struct Verdict {
   std::int64_t compared = 0, wrong = 0;
   double worst = 0, worst_lse = 0;
-  std::string first;  // what was wrong first
+  std::string first;  // the first error
 
   bool right() const { return wrong == 0 && compared > 0; }
 };

@@ -1,5 +1,4 @@
-// A call of each kind of class ServingOps that fits, on the host, and what its refusals are held
-// to.
+// A valid call of each kind of class ServingOps, on the host, and the checks of its refusals.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -27,7 +26,7 @@ using tests::random_floats;
 
 inline std::vector<float> nans(std::size_t n) { return std::vector<float>(n, NAN); }
 
-/// Two sequences of 1 and 3 new tokens, 20 and 33 keys in all; what nobody needs is NaN or -1.
+/// Two sequences of 1 and 3 new tokens, 20 and 33 keys in all; unneeded values are NaN or -1.
 struct ServingCalls {
   ServingOps kernels{Device::host, 2};
   std::vector<float> q = random_floats(kTokens * kHeads * kDim, 1);
@@ -112,7 +111,7 @@ inline bool untouched(const std::vector<float>& values) {
   return true;
 }
 
-/// `call` throws an E whose text has `text` in it, and the results of `p` are as before.
+/// `call` throws an E with `text` in its message, and the results of `p` are unchanged.
 template <class E>
 void expect_refused(const ServingCalls& p, const std::function<void()>& call,
                     const std::string& text) {
@@ -128,7 +127,7 @@ void expect_refused(const ServingCalls& p, const std::function<void()>& call,
   EXPECT_TRUE(untouched(p.out) && untouched(p.lse) && untouched(p.seg_output));
 }
 
-/// Changes to a call that fits, each with what the refusal must say.
+/// Changes to a valid call, each with a text that the refusal must contain.
 template <class Args>
 struct Change {
   const char* text;

@@ -34,7 +34,7 @@ inline void compare(const ServingProblem& p, Verdict& verdict, int b, std::int64
     ++verdict.compared;
     const double found = launcher::load(out.data(), s.of_out(), at * s.of_value() + d);
     const double margin = tolerance.absolute + tolerance.relative * std::abs(truth.out[d]);
-    if (is_fp8(s.of_out())) {  // rounding is monotone: between what both ends of the margin give
+    if (is_fp8(s.of_out())) {  // rounding is monotone: between both ends of the margin
       const double unit = s.out_scale != 0 ? s.out_scale : 1.0;
       const auto stored = [&](double value) {
         return launcher::rounded(s.of_out(), static_cast<float>(value / unit));
@@ -65,8 +65,8 @@ inline void compare(const ServingProblem& p, Verdict& verdict, int b, std::int64
 }
 
 /// Compares out [rows.size(), heads, dim] and lse [rows.size(), heads] (or none), whose row i is
-/// the token rows[i]. With `sampled` > 0 about that many rows of each sequence, its first and
-/// last among them. A skipped row must hold the bytes 0xff that it was poisoned with.
+/// the token rows[i]. With `sampled` > 0 it compares about that many rows of each sequence, with
+/// its first and last. A skipped row must hold the bytes 0xff that it was poisoned with.
 inline Verdict judge(const ServingProblem& p, const std::vector<std::byte>& out,
                      const std::vector<float>& lse, const std::vector<std::int64_t>& rows,
                      const Tolerance& tolerance, std::int64_t sampled = 0) {
@@ -101,7 +101,7 @@ inline Verdict judge(const ServingProblem& p, const std::vector<std::byte>& out,
   return all;
 }
 
-/// A row of one head, and what it attends to, as they are meant.
+/// A row of one head, and its keys and values, after scales.
 struct SampledRow {
   std::int64_t at;  // of out and lse, both [tokens, heads]
   Eigen::VectorXd q;
@@ -128,7 +128,7 @@ void for_sampled_rows(const ServingProblem& p, std::int64_t sampled, const F& f)
     }
 }
 
-/// How far elements are from exact ones, by norm.
+/// The distance of elements from exact ones, by norm.
 struct Distance {
   double difference = 0, size = 0;  // squares
   std::int64_t compared = 0;

@@ -1,9 +1,9 @@
-// A batch as a serving engine has it: sequences of mixed lengths, keys and values in pages of any
-// layout and any dtype, dealt out to ranks by a shard, and every feature that a score may have. The
-// exact answer is float64 of the values as they are stored, so that quantisation is no error.
+// A batch of a serving engine: sequences of mixed lengths, keys and values in pages of any layout
+// and any dtype, dealt out to ranks by a shard, and every feature of scores. The exact answer is
+// float64 of the stored values, so that quantisation is not an error.
 //
-// What no row may see is NaN (keys outside every window, the tails of pages, pages that belong to
-// nobody), and table entries that nobody needs are -1 or garbage.
+// What no row may see is NaN (keys outside every window, the tails of pages, unused pages), and
+// unneeded table entries are -1 or garbage.
 #pragma once
 
 #include <algorithm>
@@ -60,7 +60,7 @@ class ServingProblem {
     v = quantised(raw_v, s.of_kv(), v_scale, s.kv_heads, s.of_value());
   }
 
-  /// The same sequences when they were shorter: `q_lens` new tokens end at `kv_lens`.
+  /// The same sequences at an earlier length: `q_lens` new tokens end at `kv_lens`.
   ServingProblem step(const std::vector<std::int32_t>& q_lens,
                       const std::vector<std::int32_t>& kv_lens) const {
     Serving s = shape;
@@ -81,7 +81,7 @@ class ServingProblem {
     return early;
   }
 
-  /// Some of the sequences, in this order, as a batch of their own. Not for documents or a pool.
+  /// Some of the sequences, in this order, as a separate batch. Not for documents or a pool.
   ServingProblem pick(const std::vector<int>& sequences) const {
     ServingProblem some(*this);
     Serving& s = some.shape;
@@ -145,8 +145,8 @@ class ServingProblem {
     return rows;
   }
 
-  /// What the shard's rank holds. The shard's table, if any, is on the host. With `until`, a cache
-  /// that has pages for everything but holds the keys below until[b] only.
+  /// The keys of the shard's rank. The shard's table, if any, is on the host. With `until`, a cache
+  /// with pages for everything that holds only the keys below until[b].
   Cache cache(const Shard& shard, const std::vector<std::int64_t>* until = nullptr) const {
     const Serving& s = shape;
     Cache c;
@@ -215,7 +215,7 @@ class ServingProblem {
           const std::byte* from =
               (values ? v : k).data() + (key_start[b] + position) * s.kv_heads * dim * size;
           std::byte* to = (values ? c.v : c.k).data() + page * page_stride(values) * size;
-          if (!s.x_packed) {  // the heads of a key lie side by side
+          if (!s.x_packed) {  // the heads of a key are side by side
             const std::size_t bytes = size * s.kv_heads * dim;
             std::memcpy(to + i % in_page * bytes, from, bytes);
             continue;
@@ -248,7 +248,7 @@ class ServingProblem {
     return t;
   }
 
-  /// Keys or values of one head of one sequence as they are meant, in order of position.
+  /// Keys or values of one head of one sequence after scales, in order of position.
   launcher::RowMajor matrix(bool values, int b, int kv_head) const {
     const Serving& s = shape;
     const auto& scale = values ? v_scale : k_scale;
@@ -265,7 +265,7 @@ class ServingProblem {
     return m;
   }
 
-  /// Row t of sequence b as it is meant.
+  /// Row t of sequence b after scales.
   Eigen::VectorXd query(int b, std::int64_t t, int head) const {
     const Serving& s = shape;
     const int kv_head = head / (s.heads / s.kv_heads);
@@ -309,7 +309,7 @@ class ServingProblem {
     return rows;
   }
 
-  /// What rounding products' operands and the result may cost for values of order 1. A score is
+  /// The error of rounding products' operands and the result for values of order 1. A score is
   /// rounded in proportion to its size, and its weight errs by as much: ALiBi by columns raises the
   /// scores that count by up to slope x q_len, and values are 4 or less.
   Tolerance tolerance() const {
@@ -331,7 +331,7 @@ class ServingProblem {
   std::vector<std::int64_t> key_start;           // [batch + 1]
   std::vector<std::byte> q;                      // [tokens, heads, dim] of q's dtype
   std::vector<std::byte> raw_k, raw_v;           // [keys, kv_heads, dim or value_dim] of `dtype`
-  std::vector<std::byte> k, v;                   // the same as the cache stores them
+  std::vector<std::byte> k, v;                   // the same in the cache's type
   std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads]; or none
   std::vector<std::byte> sinks, slopes;          // [heads] of small_dtype
   std::vector<std::byte> qq;                     // [qq_width, qq_stride] of small_dtype
@@ -356,8 +356,8 @@ class ServingProblem {
   }
 
   bool is_needed(int b, std::int64_t key) const {
-    // Both ends of what a row sees ascend with the row, so the first and the last row bound it, and
-    // between them there is no gap.
+    // Both ends of a row's visible keys ascend with the row, so the first and the last row bound
+    // them, without a gap between.
     if (shape.q_lens[b] == 0 || skipped(b)) return false;
     const Interval first = visible(b, context(b)), last = visible(b, shape.kv_lens[b] - 1);
     for (const Interval& seen : {first, last})
@@ -419,8 +419,8 @@ class ServingProblem {
     return stored;
   }
 
-  /// Pages of a pool, drawn with repetition: what a second sequence (or the same one) finds in a
-  /// page is what the first one left there.
+  /// Pages of a pool, drawn with repetition: a second sequence (or the same one) finds in a page
+  /// what the first one left there.
   void draw_pool(std::mt19937_64& random) {
     const Serving& s = shape;
     const std::size_t row = raw_row(s.dim), value_row = raw_row(s.of_value());
@@ -473,7 +473,7 @@ class ServingProblem {
       for (std::int64_t u = 0; u < qq_width; ++u) {
         std::int64_t ancestor = t;
         while (ancestor > u) ancestor = parent[ancestor];
-        // Drafts of other branches are hidden; what comes later is left to the causal bound.
+        // Drafts of other branches are hidden; the causal bound hides later ones.
         const float bias =
             u > t || ancestor == u ? normal(random) : -std::numeric_limits<float>::infinity();
         launcher::store(qq.data(), s.small_dtype, t * qq_stride + u, bias);

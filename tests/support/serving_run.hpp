@@ -1,6 +1,6 @@
-// A serving problem on a device: through the layer on any number of ranks, through the kernels of
-// one rank by the names that serving engines know, and with many ranks simulated on one device.
-// Outputs, states and workspaces are NaN beforehand.
+// A serving problem on a device: through the layer on any number of ranks, through one rank's
+// kernels by their names in serving engines, and with many ranks simulated on one device. Outputs,
+// states and workspaces are NaN beforehand.
 #pragma once
 
 #include <cstring>
@@ -17,7 +17,7 @@
 
 namespace longspan::tests {
 
-/// Of one call, for is_left_out().
+/// The work of one call, for is_left_out().
 inline double work_of(const Serving& s, int ranks = 1) {
   return work_of_attention(s.q_lens, s.kv_lens, s.heads, s.kv_heads, s.dim, ranks);
 }
@@ -61,7 +61,7 @@ struct ServingArrays {
   const ServingProblem& problem;
   std::vector<std::int64_t> rows;  // tokens that this rank has
   Cache cache;                     // its host copy; k and v are dropped once they are on the device
-  Shard shard;                     // as the device reads it
+  Shard shard;                     // in the device's form
   Buffer q, k, v, table, key_table, query_start, kv_len, causal, sinks, slopes, qq, documents,
       q_scale, k_scale, v_scale, out_scale, out, lse;
 
@@ -167,7 +167,7 @@ struct ServingArrays {
     return problem.shape.out_scale != 0 ? array<float>(out_scale, 1) : Tensor();
   }
 
-  /// The same as the kernels take it, for tests that call them themselves.
+  /// The same in the kernels' form, for tests that call them directly.
   kernels::Pages pages() const {
     if (problem.shape.page == 0) return {};
     return {pointer<std::int32_t>(table),
@@ -187,7 +187,7 @@ struct ServingArrays {
     p.v_scale = factors(scales(problem.v_scale, v_scale));
   }
 
-  /// Fields that the arguments of a layer and of one rank's calls have in common.
+  /// Fields common to the arguments of a layer and of one rank's calls.
   template <class Arguments>
   void fill(Arguments& a) const {
     const Serving& s = problem.shape;
@@ -295,17 +295,16 @@ inline ServingResult run_layer(const Communicator& world, const ServingProblem& 
   return arrays.result();
 }
 
-/// Waits for what was queued on a device's default stream.
+/// Waits for the work queued on a device's default stream.
 inline void settle(const Buffer& any) { on_host(any, 1); }
 
-/// States of segments that were handed out: [tokens, heads, segments, dim] and [tokens, heads,
-/// segments].
+/// Exported states of segments: [tokens, heads, segments, dim] and [tokens, heads, segments].
 struct HandedOut {
   std::vector<float> output, max, expsum;
 };
 
-/// How run_segmented runs. `segments` > 0: their states are handed out (to `to`, if that is given),
-/// `keys` in each (0: as serving engines cut), and reduce_segments makes the result.
+/// How run_segmented runs. `segments` > 0: it exports their states (to `to`, if given), `keys` in
+/// each (0: the cut of serving engines), and reduce_segments makes the result.
 struct Segmented {
   int segments = 0;
   std::int64_t keys = 0;

@@ -1,6 +1,6 @@
 // A batch whose sequences share their keys: [batch, capacity, kv_heads, dim] with a stride of 0
 // between sequences, as for samples of one prompt. The same bits as from a copy for each sequence,
-// on every device; and what cannot be, because it would write, is refused by name.
+// on every device. Calls that would write to them are refused by name.
 #pragma once
 
 #include <string>

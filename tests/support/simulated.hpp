@@ -1,5 +1,5 @@
 // Whether the GPUs of this build are simulated (docs/contributing/testing.md). They compute a
-// million times slower than real ones: tests do less there, and judge no times.
+// million times slower than real ones: tests do less there, and ignore times.
 #pragma once
 
 namespace longspan::tests {

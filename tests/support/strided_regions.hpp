@@ -1,5 +1,4 @@
-// Blocks of rows at any step and address, each in a region of its own of one array, for tests of
-// what copies them.
+// Blocks of rows at any step and address, each in its own region of one array, for tests of copies.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +14,7 @@ struct StridedShape {
   std::int64_t width, rows, from_gap, to_gap, ahead;  // gaps: of the pitch beyond the width
 };
 
-/// Where each shape has its region, in an array of `bytes`, from which and to which it is copied.
+/// The source and target regions of each shape, in an array of `bytes`.
 struct StridedRegions {
   explicit StridedRegions(const std::vector<StridedShape>& of) : shapes(of) {
     for (const StridedShape& s : shapes) {

@@ -1,6 +1,5 @@
-// A rank that comes to grief in the middle of what it does: its transport is another one, but for
-// one shift, or one exchange by puts, which it does not begin: of its own, or of what was split
-// from it.
+// A rank that fails in the middle of its work: its transport replaces another's, but does not begin
+// one shift, or one exchange by puts: its own, or that of a child.
 #pragma once
 
 #include <functional>
@@ -20,7 +19,7 @@ class StumblingTransport final : public comm::Transport {
   StumblingTransport(Communicator whole, std::function<void()> stumble)
       : StumblingTransport(std::move(whole), std::move(stumble), std::make_shared<int>(0)) {}
 
-  /// Calls `stumble` in place of the n-th of them from now on, of one piece or several.
+  /// Calls `stumble` in place of the n-th of them from now on, with one piece or several.
   void stumble_at(int shift) { *left_ = shift; }
 
   comm::Transfers start_shifts(std::span<const comm::Piece> pieces, int distance, Stream stream,

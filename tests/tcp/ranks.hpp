@@ -1,4 +1,4 @@
-// Ranks without MPI: processes that main forks, and that tell each other texts through it.
+// Ranks without MPI: processes that main forks, and that exchange texts through it.
 #pragma once
 
 #include <string>

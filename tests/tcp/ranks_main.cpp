@@ -1,7 +1,7 @@
-// GoogleTest on many ranks without MPI: `test --ranks=N` forks them. Rank 0 prints, and at the end
-// of each test every rank tells every other what failed, so that a failure anywhere fails the test
-// everywhere. The first process passes on what they tell each other; a rank that does not come to
-// it, or ends before the others, ends the job.
+// GoogleTest on many ranks without MPI: `test --ranks=N` forks them. Rank 0 prints. At the end of
+// each test every rank tells every other its failures, so that a failure anywhere fails the test
+// everywhere. The first process relays these messages; a rank that does not come to it, or ends
+// before the others, ends the job.
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>

@@ -7,10 +7,10 @@
     hf.prefill(model, input_ids, cache)                         # each rank computes its share
     tokens = model.generate(input_ids, past_key_values=cache)
 
-Every rank runs the same program on the same input_ids and gets the same tokens; it holds all weights.
-Without a ShardedCache the attention "longspan" is that of one process, over whatever cache there is.
-What is not supported is refused by name: padding, masks of the caller's own, chunked and linear layers,
-position_bias, dropout, beams, models that compute attention themselves, caches of latent keys.
+Every rank runs the same program on the same input_ids, gets the same tokens, and holds all weights.
+Without a ShardedCache the attention "longspan" is that of one process, over any cache. Unsupported are,
+and refused by name: padding, the caller's own masks, chunked and linear layers, position_bias, dropout,
+beams, models that compute attention themselves, caches of latent keys.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

@@ -1,4 +1,4 @@
-"""What transformers calls: the attention "longspan", and the masks that it reads."""
+"""For transformers: the attention "longspan", and the masks that it reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..torch._groups import alone_name
 from ..torch._ops import attend as _attend
 from ._sealed import NAME, Held, Mask, Share, shares
 
-# What models hand on to attention, and what no result depends on.
+# Arguments that models pass to attention, and that change no result.
 _NO_MATTER = frozenset((
     "cache", "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
     "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"))
@@ -35,7 +35,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
               scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
               softcap: float | None = None, s_aux: Tensor | None = None, is_causal: bool | None = None,
               **others: Any) -> tuple[Tensor, None]:
-    """What transformers calls as the attention "longspan".
+    """The attention "longspan" of transformers.
 
     Args:
         query: [batch, heads, tokens, dim]; key, value: [batch, kv_heads, keys, dim], as the cache gave them.
@@ -76,7 +76,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def _share_of(module: torch.nn.Module, key: Tensor, value: Tensor) -> Share | None:
-    """Whose keys these are: None where they are no ShardedCache's."""
+    """The ShardedCache of these keys; None for others."""
     if not isinstance(key, Held) and not isinstance(value, Held):
         return None
     if not isinstance(key, Held) or not isinstance(value, Held) or type(key).number != type(value).number or (
@@ -90,7 +90,7 @@ def _share_of(module: torch.nn.Module, key: Tensor, value: Tensor) -> Share | No
 
 def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None,
              sliding_window: int | None, is_causal: bool | None, share: Share | None) -> dict:
-    """What each row sees. A mask says it, as for transformers' own attention; the module does where there is none."""
+    """What each row sees: from the mask, as in transformers' own attention, or else from the module."""
     rows, keys = query.shape[2], key.shape[2]
     if share is not None:
         if rows != share.new:
@@ -109,7 +109,7 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
         if sliding_window is not None and window != sliding_window:
             raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
                                    "which of them holds is not clear")
-    elif causal and rows != keys and rows > 1:  # transformers' own attentions differ in what they do then
+    elif causal and rows != keys and rows > 1:  # transformers' own attentions differ here
         raise UnsupportedError(f"{type(module).__name__} is causal, and has {rows} query rows, {keys} keys and no mask: which "
                                "keys a row sees is not clear")
     if share is not None and share.forward.prefill is not None and not causal:
@@ -123,9 +123,9 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
 
 def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = causal_mask_function,
          attention_mask: Tensor | None = None, q_offset: Any = None, kv_offset: Any = 0, **others: Any) -> Tensor:
-    """What transformers calls to make a mask for the attention "longspan", which alone can read it.
+    """Makes a mask for transformers that only the attention "longspan" can read.
 
-    Causal masks, windows over them and masks of everything are made. Others, and padding, are refused.
+    Supported: causal masks, windows over them, and masks that show all keys. Others, and padding, are refused.
     """
     config = others.get("config")
     causal, window = mask_function is not bidirectional_mask_function, None
@@ -134,7 +134,7 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
         window = others["local_size"]
     if causal and q_offset is not None and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         _refuse("a cache with room to spare, such as StaticCache,")
-    if attention_mask is not None:  # of a cache with room it has less than all keys
+    if attention_mask is not None:  # for a cache with room it has fewer than all keys
         _check_padding(attention_mask, kv_offset + kv_length)
     device = others.get("device") or (None if attention_mask is None else attention_mask.device)
     return torch.empty((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(
@@ -149,7 +149,7 @@ def _ends_together(q_length: int, kv_length: Any, q_offset: Any, kv_offset: Any)
 
 
 def _check_padding(attention_mask: Tensor, tokens: Any) -> None:
-    """A mask of fewer tokens than there are keys is one of padding: transformers fills it up with zeros."""
+    """A mask of fewer tokens than keys means padding: transformers fills it up with zeros."""
     if torch.compiler.is_compiling():
         torch._assert_async(attention_mask.all(), "attention_mask has padding, which is not supported")
         return
@@ -161,12 +161,12 @@ def _check_padding(attention_mask: Tensor, tokens: Any) -> None:
 
 
 def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:
-    """A window over a causal mask is all that there is besides."""
+    """Refuses all but a window over a causal mask."""
     if others.get("use_vmap"):
         _refuse("or_mask_function or and_mask_function")
     if others.get("local_size") is None or getattr(config, "attention_chunk_size", None) is not None:
         _refuse("a mask of packed sequences, blocks or chunks")
-    if torch.compiler.is_compiling():  # closures are not seen, but what transformers makes of them is
+    if torch.compiler.is_compiling():  # the trace cannot see closures, but sees what transformers makes of them
         if others.get("allow_is_causal_skip") is False and q_length != 1:
             _refuse("a mask of packed sequences or blocks")
         return

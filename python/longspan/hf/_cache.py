@@ -20,7 +20,7 @@ from ._sealed import NAME, Forward, Held, Share, numbers, shares
 
 
 def _lasting() -> Any:
-    """Tensors that are made within belong to no inference_mode, outside of which nothing could write them."""
+    """Tensors made here are not of inference_mode, outside of which nothing could write them."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
@@ -33,7 +33,7 @@ class _ShardedLayer(CacheLayerMixin):
     def __init__(self, cache: "ShardedCache", index: int):
         super().__init__()
         self.index, self.name, self.layout, self.who = index, cache._name, cache._layout, cache._who
-        self.is_compileable = cache._compileable  # transformers asks: generate compiles decode by itself on GPUs
+        self.is_compileable = cache._compileable  # read by transformers: generate compiles decode by itself on GPUs
         self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
         self.known = 0  # tokens, the first ones, whose ids the cache has
         self.forward, self.share = cache._forward, Share(cache, index)
@@ -43,7 +43,7 @@ class _ShardedLayer(CacheLayerMixin):
         self._register()
 
     def _register(self) -> None:
-        """Types of its own for what update() returns."""
+        """Own types of what update() returns."""
         number = next(numbers)
         shares[number] = self.share
         weakref.finalize(self, shares.pop, number, None)
@@ -51,7 +51,7 @@ class _ShardedLayer(CacheLayerMixin):
                             for part in ("keys", "values"))
 
     def __deepcopy__(self, memo: dict) -> "_ShardedLayer":
-        """Of a cache that is copied, so that a prompt is computed once for several answers."""
+        """For copies of a cache, so that a prompt is computed once for several answers."""
         made = memo[id(self)] = object.__new__(type(self))
         with _lasting():
             vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items() if name != "_types"})
@@ -59,7 +59,7 @@ class _ShardedLayer(CacheLayerMixin):
         return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Memory for as many sequences as come first."""
+        """Memory for the number of sequences that comes first."""
         self.device, self.batch_size = key_states.device, key_states.shape[0]
         self.dtype = key_states.dtype
         heads = key_states.shape[1]
@@ -75,8 +75,8 @@ class _ShardedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes what this rank holds of the new tokens, [batch, kv_heads, tokens, dim]. Only attention() can read
-        what is returned."""
+        """Writes this rank's part of the new tokens, [batch, kv_heads, tokens, dim]. Only attention() can read
+        what this returns."""
         if self.forward.waiting >= 0:
             raise UnsupportedError(f"{self.who}: layer {self.forward.waiting} has not given the attention '{NAME}' the "
                                    "keys that the ShardedCache returned; such a model is not supported")
@@ -116,7 +116,7 @@ class _ShardedLayer(CacheLayerMixin):
                                    "models that drop or add keys are not supported")
 
     def _check(self, key_states: Tensor) -> None:
-        """That there is room, and that ranks feed the same tokens: with sampling they easily do not."""
+        """Checks that there is room, and that ranks feed the same tokens: with sampling they easily differ."""
         length, new = int(self.length), key_states.shape[2]
         if self.forward.assisted and new > 1:
             raise UnsupportedError(f"generate with an assistant feeds the whole prompt, and the cache holds {length} tokens "
@@ -142,7 +142,7 @@ class _ShardedLayer(CacheLayerMixin):
                                  "rank gives the same input_ids, and for sampling the same seed (torch.manual_seed)")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:
-        """(keys, offset) as masks count them: they are none of a mask's business here."""
+        """(keys, offset) for masks, which ignore them here."""
         return query_length, self.length
 
     def get_seq_length(self) -> Tensor | int:
@@ -156,7 +156,7 @@ class _ShardedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # transformers before 5.9
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last -tokens_to_remove tokens; all of them where there are fewer."""
+        """Forgets the last -tokens_to_remove tokens, or all where there are fewer."""
         if tokens_to_remove > 0:
             raise InputError(f"tokens_to_remove is {tokens_to_remove}; it is 0 or below: -2 forgets the last 2 tokens")
         self.length.add_(tokens_to_remove).clamp_(min=0)
@@ -202,9 +202,9 @@ class _ShardedLayer(CacheLayerMixin):
 
 
 class ShardedCache(Cache):
-    """Keys and values of all layers, dealt out to the ranks in blocks: each holds its share of every sequence.
+    """Keys and values of all layers, dealt out to the ranks in blocks: each rank has a share of every sequence.
 
-    Making one is collective over the group the first time. Memory comes with the first tokens.
+    The first of a group is made collectively. The first tokens allocate the memory.
 
     Args:
         model: a causal language model whose attention is "longspan"; its config says which layers it has.
@@ -212,17 +212,17 @@ class ShardedCache(Cache):
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None: the default group, or this
             process alone where torch.distributed is not initialised.
         comm: in place of `group`, a longspan.Communicator.
-        block: tokens in a block. Results have the same bits on 1, 2, 4 ... ranks where 128 divides it; smaller ones
-            share short prompts more evenly.
-        compileable: generate() may compile decode, which it does on GPUs by itself. That is faster, and nobody looks at
-            single steps any more: that tokens are more than max_cache_len, or differ between ranks, is not seen, and a
-            rank that dies is only reported by cache.comm.wait(). Ranks compile at their own pace, within the deadline
+        block: tokens in a block. Where 128 divides it, results have the same bits on 1, 2, 4 ... ranks; smaller
+            ones share short prompts more evenly.
+        compileable: generate() may compile decode, as it does on GPUs by itself. That is faster, but single steps are
+            not checked: nothing reports more than max_cache_len tokens, or tokens that differ between ranks, and only
+            cache.comm.wait() reports a rank that dies. Ranks must all compile within the deadline
             (LONGSPAN_DEADLINE_S).
 
     Raises:
         UnsupportedError: a model with chunked, linear or shared layers, or an encoder.
-        UsageError: the model's attention is another.
-        InputError: max_cache_len or block are no positive numbers.
+        UsageError: the model's attention is not "longspan".
+        InputError: max_cache_len or block are not positive numbers.
     """
 
     def __init__(self, model: Any, max_cache_len: int, group: Any = None, *, comm: Any = None, block: int = 128,
@@ -246,14 +246,14 @@ class ShardedCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,
                **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What models call."""
+        """For models."""
         if not 0 <= layer_idx < len(self.layers):
             raise UnsupportedError(f"{self._who} keeps keys in layer {layer_idx}, and its config says {len(self.layers)} "
                                    "layers; such a model is not supported by ShardedCache")
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def activate_past_recording(self) -> None:
-        """What generate calls before it lets an assistant guess; then it feeds the prompt, whatever the cache holds."""
+        """generate calls this before an assistant guesses; then it feeds the whole prompt, whatever the cache holds."""
         self._forward.assisted = self.layers[0].is_initialized and int(self.get_seq_length()) > 0
 
     @property

@@ -20,15 +20,15 @@ from ._sealed import NAME, Prefill
 @torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, cache: ShardedCache, *, attention_mask: Tensor | None = None,
             chunk: int | None = None) -> None:
-    """Computes keys and values of a prompt, each rank those of its own tokens, into the cache. Collective.
+    """Fills the cache with a prompt's keys and values: each rank computes those of its own tokens. Collective.
 
-    The cache holds then all tokens of the prompt but the last, and no others. The last one is left to `generate`, which
-    starts with it. What a rank computes, and holds meanwhile, is its share of the prompt, or of each chunk.
+    The cache then holds all tokens of the prompt but the last, and no others. The last one is left to `generate`, which
+    starts with it. A rank computes, and holds meanwhile, its share of the prompt, or of each chunk.
 
     Args:
         model: that of the cache.
-        input_ids: [batch, tokens], the same on every rank. Tokens that a prefill before has computed are not computed
-            again, as far as they are the first of this prompt too; what else the cache holds is forgotten.
+        input_ids: [batch, tokens], the same on every rank. Tokens that begin this prompt, and that an earlier prefill
+            computed, are not computed again; all else in the cache is forgotten.
         cache: a ShardedCache.
         attention_mask: as a tokenizer gives it, [batch, tokens], all ones: padding is refused.
         chunk: tokens of a forward, over all ranks; rounded up to full rounds of blocks. None: all at once.
@@ -64,7 +64,7 @@ def prefill(model: Any, input_ids: Tensor, cache: ShardedCache, *, attention_mas
 
 
 def _check_prompt(model: Any, input_ids: Any, cache: ShardedCache, attention_mask: Any, chunk: Any) -> tuple[Any, str]:
-    """What runs the layers, and how it calls the cache."""
+    """The module that runs the layers, and its name for the cache."""
     config = config_of(model)
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
         raise InputError("input_ids: whole numbers in [batch, tokens] are wanted")
@@ -78,7 +78,7 @@ def _check_prompt(model: Any, input_ids: Any, cache: ShardedCache, attention_mas
     if tokens > cache._max_cache_len:
         raise InputError(f"input_ids has {tokens} tokens; the cache was made for max_cache_len={cache._max_cache_len}")
     run = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if not isinstance(run, PreTrainedModel):  # some call their last projection so
+    if not isinstance(run, PreTrainedModel):  # some call their last projection this
         run = model.base_model
     takes = inspect.signature(run.forward).parameters
     if "position_ids" not in takes:
@@ -92,7 +92,7 @@ def _check_prompt(model: Any, input_ids: Any, cache: ShardedCache, attention_mas
 
 
 def _check_positions(run: Any, input_ids: Tensor) -> None:
-    """That the model counts positions from 0, which some do not (RoBERTa begins with the one after that of padding)."""
+    """Checks that the model counts positions from 0. RoBERTa, for one, begins after the position of padding."""
     first = input_ids[:, :1]
     by_itself, given = (run(input_ids=first, use_cache=False, **more)[0] for more in (
         {}, {"position_ids": torch.zeros_like(first)}))
@@ -102,13 +102,13 @@ def _check_positions(run: Any, input_ids: Tensor) -> None:
 
 
 def _check_rope(config: Any, cache: ShardedCache, tokens: int, chunk: int | None) -> None:
-    """Frequencies that depend on the last position of a forward are those of one forward of all tokens, or refused."""
+    """Makes frequencies that depend on a forward's last position those of one forward of all tokens, or refuses."""
     given = getattr(config, "rope_parameters", None) or {}
     for rope in [given] if "rope_type" in given else [r for r in given.values() if isinstance(r, dict)]:
         if rope.get("rope_type") not in ("dynamic", "longrope"):
             continue
         short = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        around = cache._rule.block * cache.comm.size  # the last position of a rank is at most as many below the step's
+        around = cache._rule.block * cache.comm.size  # a rank's last position is at most this far below the step's
         steps = list(_steps(cache, 0, tokens - 1, chunk))
         least = min((max(begin, stop - around) + 1 for begin, stop in zip([0] + steps, steps)), default=tokens)
         if tokens > short and (rope["rope_type"] == "dynamic" or least <= short):
@@ -119,7 +119,7 @@ def _check_rope(config: Any, cache: ShardedCache, tokens: int, chunk: int | None
 
 
 def _steps(cache: ShardedCache, start: int, end: int, chunk: int | None) -> Any:
-    """Where forwards of [start, end) stop. Tokens up to a full round of blocks are one, which every rank computes."""
+    """Where forwards of [start, end) stop. A first one, up to a full round of blocks, is computed by every rank."""
     around = cache._rule.block * cache.comm.size
     step = max(end, 1) if chunk is None else -(-chunk // around) * around
     if start % around and start < end:
@@ -138,7 +138,7 @@ def _prefill_step(run: Any, called: str, input_ids: Tensor, cache: ShardedCache,
     own = rule.shard(stop - start, ranks.rank, ranks.size)
     rows = torch.tensor(list(own.positions()), dtype=torch.int64, device=input_ids.device)
     before = len(rule.shard(start, ranks.rank, ranks.size))
-    if not len(rows):  # models do not take no tokens: one, which is not looked at
+    if not len(rows):  # models need a token: one whose result is not read
         rows = rows.new_zeros(1)
     cache._forward.prefill, cache._forward.updates = Prefill(start, stop, before, len(own)), 0
     try:
@@ -155,7 +155,7 @@ def _prefill_step(run: Any, called: str, input_ids: Tensor, cache: ShardedCache,
 
 
 def _known_of(cache: ShardedCache, input_ids: Tensor) -> int:
-    """Tokens, the first ones, that the cache has of this prompt, its last one left out."""
+    """How many of this prompt's first tokens the cache has, without the last one."""
     if cache._ids is None or cache._ids.shape[0] != input_ids.shape[0]:
         return 0
     count = min([layer.known for layer in cache.layers] + [cache._ids.shape[1], input_ids.shape[1] - 1])

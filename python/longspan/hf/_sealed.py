@@ -1,7 +1,7 @@
 """Tensors that only the attention "longspan" may read, and what it knows of those of a ShardedCache.
 
-The mask that a model gets, and the keys and values that a ShardedCache returns, are such tensors. Their type says
-what they are, so nothing is passed beside them.
+The mask that a model gets, and the keys and values that a ShardedCache returns, are such tensors. Their type
+tells attention() what they are, so nothing is passed beside them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .. import UnsupportedError
 
 NAME = "longspan"
 
-# What anybody may ask of a sealed tensor, and what leaves it as it is.
+# Functions that anybody may call on a sealed tensor, and that leave it as it is.
 _METADATA = frozenset((
     "__get__", "__len__", "_is_view", "_is_zerotensor", "data_ptr", "dim", "element_size", "get_device", "is_complex",
     "is_conj", "is_contiguous", "is_floating_point", "is_inference", "is_neg", "numel", "size", "storage_offset",
@@ -25,7 +25,7 @@ _SAME = frozenset(("contiguous", "detach"))
 
 
 class Sealed(Tensor):
-    """A tensor that only attention() may read: others would take what it holds for something else."""
+    """A tensor that only attention() may read: others would misread its contents."""
 
     who = ""  # the model
 
@@ -42,12 +42,12 @@ class Sealed(Tensor):
 
     @classmethod
     def why(cls, name: str) -> str:
-        """What to tell who calls the function of that name."""
+        """The message for a caller of that function."""
         raise NotImplementedError
 
 
 class Mask(Sealed):
-    """A mask [batch, 1, queries, keys] that takes no memory: its type says what is visible."""
+    """A mask [batch, 1, queries, keys] that takes no memory: its fields define what is visible."""
 
     causal = True
     window: int | None = None  # keys that a token sees, its own included
@@ -61,7 +61,7 @@ class Mask(Sealed):
 class Held(Sealed):
     """Keys or values that a ShardedCache returned: this rank's share of one layer's."""
 
-    number = -1  # of its share, in shares
+    number = -1  # of the share, in shares
     part = ""
 
     @classmethod
@@ -82,19 +82,19 @@ class Forward:
     """What the layers of a cache know of the forward that runs."""
 
     def __init__(self) -> None:
-        self.waiting = -1  # the layer whose keys have been returned, and not been attended to
-        self.updates = 0  # of layers, counted by prefill
+        self.waiting = -1  # the layer whose keys were returned and have not been attended to
+        self.updates = 0  # layers, counted by prefill
         self.assisted = False  # generate with an assistant begins, and the cache holds tokens
         self.prefill: Prefill | None = None
 
 
 class Share:
-    """What attention() knows of the layer whose keys it is given, but for the keys themselves."""
+    """What attention() knows of the layer besides its keys."""
 
     def __init__(self, cache: Any, index: int):  # of a ShardedCache
         self.index, self.name, self.layout, self.forward = index, cache._name, cache._layout, cache._forward
         self.lengths: Tensor  # [batch], tokens over all ranks
-        self.new = 0  # tokens that came last
+        self.new = 0  # the newest tokens
 
 
 shares: dict[int, Share] = {}

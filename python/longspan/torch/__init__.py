@@ -5,7 +5,7 @@
     with context_parallel(mesh, buffers=[x, positions], buffer_seq_dims=[1, 0]):
         y = model(x)                # scaled_dot_product_attention inside runs over all ranks
 
-It works on processors and GPUs, under torchrun without MPI, eagerly and under
+It works on CPUs and GPUs, under torchrun without MPI, eagerly and under
 torch.compile(fullgraph=True). Inference only: tensors that require grad are refused while grad is
 enabled. docs/reference/python.md in the repository has more.
 

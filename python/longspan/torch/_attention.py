@@ -17,7 +17,7 @@ from ._ops import attend as _attend, attend_lse as _attend_lse
 from ._transforms import refuse_derivative
 
 AS_KEYS = "as keys"
-AUTOCASTS = ("cpu", "cuda")  # of the devices there are here, those that have autocast
+AUTOCASTS = ("cpu", "cuda")  # the devices here that have autocast
 
 
 def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -28,8 +28,7 @@ def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _refuse_other_cut(q, k, v, tokens_dim, name, keys, queries, cache_seqlens, total_keys, total_queries, keys_name):
-    """What longspan.shard made of tensors, and the call says otherwise. Later there are views, of which nothing is
-    known, and so it is in a trace."""
+    """Where the call contradicts how longspan.shard cut its tensors. Nothing is known of views, nor in a trace."""
     if torch.compiler.is_compiling() or not _cuts:
         return
     rule = rule_of(layout_text(keys, keys_name))
@@ -40,8 +39,8 @@ def _refuse_other_cut(q, k, v, tokens_dim, name, keys, queries, cache_seqlens, t
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
-    """Raises what is wrong with them under the names of the caller. Eager calls come here when something is
-    wrong already, which saves the time: what is below checks all of it."""
+    """Raises what is wrong with them under the caller's names. Eager calls come here only after a failure,
+    which saves time: the functions below check everything."""
     for name, one in (("query", query), ("key", key), ("value", value)):
         if not isinstance(one, Tensor):
             raise TypeError(f"{name} is of type '{type(one).__name__}'; a tensor is wanted")
@@ -71,14 +70,14 @@ def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
 
 
 def _cast(device: str, *tensors: Tensor) -> list[Tensor]:
-    """Under autocast, as torch casts for its own function."""
+    """Casts under autocast, as torch does for its own function."""
     dtype = torch.get_autocast_dtype(device)
     return [t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device else t
             for t in tensors]
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As torch does: one sequence is for a whole batch, and one head for all heads."""
+    """Broadcasts as torch does: one sequence to the batch, one head to all heads."""
     if not query.dim() == key.dim() == value.dim():
         return query, key, value  # _check names it
     if query.dim() == 4:
@@ -121,21 +120,21 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention over keys and values of all ranks.
 
     Every rank gives its own tokens and gets their result. Works eagerly and under
-    torch.compile(fullgraph=True), on processors and GPUs. Nothing is copied where the tensors are
-    transposes of [batch, tokens, heads, dim], as models make them; of others the query rows, and
-    with strategy gather-kv the keys and values, are copied into that order. Any strides will do, one
-    sequence is for a whole batch and one head for all heads, and autocast casts, as with torch's own.
+    torch.compile(fullgraph=True), on CPUs and GPUs. Transposes of [batch, tokens, heads, dim], as
+    models make them, are not copied. Other query rows are copied into that order, as are other keys
+    and values with strategy gather-kv. As with torch's own, any strides are accepted, one sequence
+    broadcasts to the batch and one head to all heads, and autocast casts.
 
     Args:
         query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16.
         key: [batch, kv_heads, keys, dim]; value: [batch, kv_heads, keys, value_dim]; this rank's.
         attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...), of the lengths over all
-            ranks or of this rank's. Others are refused: a mask of numbers has no place here.
-        dropout_p: 0; another is refused.
+            ranks or of this rank's. Others, such as masks of numbers, are refused.
+        dropout_p: 0; others are refused.
         is_causal: a token sees keys up to its own position in the whole sequence. torch counts rows
-            and keys from the first (upper left), longspan from the last (lower right). Where query
-            and key have equally many tokens that is the same; where not it is refused, unless
-        causal_alignment: says "lower_right": the rows are the last tokens.
+            and keys from the first (upper left), longspan from the last (lower right). With as many
+            query tokens as keys these are the same; otherwise is_causal is refused without
+        causal_alignment: "lower_right": the rows are the last tokens.
         scale: of the products; None is 1 / sqrt(dim).
         enable_gqa: kv_heads may be fewer than heads.
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None: the default group,
@@ -153,14 +152,14 @@ def scaled_dot_product_attention(
             messages in each call; given, contiguous parts are those that longspan.shard cuts, at
             multiples of 128 tokens.
         invariant: the same bits for 1, 2, 4 ... ranks.
-        strategy: a name of longspan.strategies(); "auto" takes on GPUs what the cost model finds
-            fastest, and sends on processors what is fewer bytes: keys and values, or query rows and
+        strategy: a name of longspan.strategies(). "auto" takes on GPUs the fastest by the cost
+            model; on CPUs it sends whichever is fewer bytes: keys and values, or query rows and
             states.
         return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
 
     Raises:
-        UnsupportedError: attn_mask, dropout_p, tensors whose derivative is asked for (they require grad while
-            grad is enabled; forward mode; torch.func.grad, jvp ...; vmap works).
+        UnsupportedError: attn_mask, dropout_p, and tensors whose derivative is asked for: they require grad
+            while grad is enabled, forward mode, torch.func.grad, jvp ... (vmap works).
         InputError: tensors that do not fit; lengths that do not fit the layout.
         UsageError: ranks differ in the options. RankError: a rank died or did not come.
 
@@ -217,13 +216,13 @@ def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
 
 def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
          sinks, documents, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
-    """Heads in dimension -3, as torch has them, or -2."""
+    """Heads are in dimension -3, as in torch, or -2."""
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
         options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
     if window_size != (-1, -1):
         options["window_left"], options["window_right"] = window_size
-    if scale is not None:  # what an operator is not given costs it no time
+    if scale is not None:  # an operator spends no time on arguments that it is not given
         options["softmax_scale"] = scale
     if softcap:
         options["softcap"] = softcap
@@ -268,21 +267,21 @@ def _constants(alibi_slopes: Tensor | None) -> Tensor | None:
 
 
 class ContextParallelAttention(torch.nn.Module):
-    """Attention of a model whose tokens are sharded across ranks. Its only weights are sinks, where it has some.
+    """Attention of a model whose tokens are sharded across ranks. Its only possible weights are sinks.
 
-    Every rank gives the query rows, keys and values of its own tokens. Making one is collective
-    over the group the first time. Nothing of it is trained: under autograd it refuses tensors that
-    require grad.
+    Every rank gives the query rows, keys and values of its own tokens. The first layer of a group
+    is made collectively. The layer is for inference: under autograd it refuses tensors that require
+    grad.
 
-    copy.deepcopy gives a layer of the same ranks. One of the default group can be pickled, and is one of the
-    default group where it is unpickled; one of another group, a mesh or a communicator cannot, since no other
-    process has these: save its state_dict.
+    copy.deepcopy gives a layer of the same ranks. A layer of the default group can be pickled, and is
+    unpickled as one of the default group there. A layer of another group, a mesh or a communicator cannot,
+    since no other process has these: save its state_dict.
 
     Args:
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None (the default group).
         comm: in place of `group`, a longspan.Communicator, which the layer holds.
-        device: "cpu" or "cuda", where the group has both; None takes what the group says, and without
-            ranks the device of each call's tensors.
+        device: "cpu" or "cuda", where the group has both; None is the group's, or without ranks that
+            of each call's tensors.
         format: "bhtd": tensors are [batch, heads, tokens, dim], as torch has them; "bthd": [batch,
             tokens, heads, dim], as flash-attention has them.
         layout: how tokens are dealt out: "zigzag", "striped", "interleaved:64" or "contiguous". For
@@ -292,9 +291,9 @@ class ContextParallelAttention(torch.nn.Module):
         softmax_scale: of the products; None is 1 / sqrt(dim).
         window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        alibi_slopes: [heads], or None: constants, which the layer keeps. They follow it to a device and keep
-            their type; they are no buffer and not in its state_dict, and to_empty() leaves them as they are, since
-            no checkpoint would bring them back.
+        alibi_slopes: [heads], or None: constants, which the layer keeps. They follow it to a device and keep their
+            type. They are not a buffer and not in its state_dict, and to_empty() leaves them as they are, since no
+            checkpoint would bring them back.
         sinks: [heads] learned sinks, or None. A Parameter stays one, another tensor becomes a buffer; both are
             in the state_dict. As any weight they have no values after to_empty() until load_state_dict().
         invariant, strategy: as in scaled_dot_product_attention.
@@ -327,7 +326,7 @@ class ContextParallelAttention(torch.nn.Module):
 
     def _apply(self, fn, recurse: bool = True) -> "ContextParallelAttention":
         super()._apply(fn, recurse)
-        if self.alibi_slopes is not None:  # they go along, but neither change their type nor lose their values
+        if self.alibi_slopes is not None:  # they follow to a device, but keep their type and their values
             device = fn(torch.empty(0, device=self.alibi_slopes.device)).device
             if device.type != "meta":
                 self.alibi_slopes = self.alibi_slopes.to(device)
@@ -383,7 +382,7 @@ class ContextParallelAttention(torch.nn.Module):
         return shard_of(whole, self.layout, rank.rank, rank.size, self._token_dim(whole, dim))
 
     def unshard(self, part: Tensor, dim: int | None = None) -> Tensor:
-        """The whole tensor of the ranks' parts, on every rank. Collective."""
+        """The whole tensor from the ranks' parts, on every rank. Collective."""
         return unshard_of(part, self.layout, known(self._ranks.name_on(part.device.type)), self._token_dim(part, dim))
 
     def _token_dim(self, tensor: Tensor, dim: int | None) -> int:

@@ -1,8 +1,8 @@
-"""What attends inside context_parallel, whatever way it is reached.
+"""Catches attention inside context_parallel, however it is called.
 
-A TorchFunctionMode sees what Python calls and what torch.compile traces. What was traced before
-(torch.jit.trace, torch.export), or is C++, calls torch's dispatcher itself: kernels see it that stand at a
-dispatch key which a thread has only while it is inside. Both are of the thread that entered, as torch.no_grad is.
+A TorchFunctionMode sees calls from Python and what torch.compile traces. C++, and what was traced before
+(torch.jit.trace, torch.export), call torch's dispatcher themselves. Kernels at a dispatch key that a thread has
+only inside see those. Both hold for the thread that entered, as torch.no_grad does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ._attention import scaled_dot_product_attention
 from ._groups import Ranks
 from ._ops import library
 
-# A key of torch's for extensions, which nothing in torch has: above autograd, autocast and all devices. Operators
-# without a kernel here are not held up: the key falls through, which costs them nothing.
+# A dispatch key for extensions, which torch itself does not use: above autograd, autocast and all devices. It
+# falls through for operators without a kernel here, which costs them nothing.
 _KEY = "DeferredInit"
 _inside = threading.local()  # .contexts: (ranks, options), the innermost last
 
-# They attend by themselves, and would see this rank's tokens alone. scaled_dot_product_attention calls the first six
-# for its work: they are called by others where it was taken apart, as torch.export and make_fx do.
+# These compute attention themselves, and would see only this rank's tokens. scaled_dot_product_attention calls
+# the first six for its work; others call them where it was decomposed, as by torch.export and make_fx.
 _LOCAL_OPERATORS = (
     "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -56,7 +56,7 @@ def _why(name: str) -> str:
 
 
 def _attend_on(ranks: Ranks, options: dict, *args, **kwargs):
-    """A process alone attends where the query lies."""
+    """One process alone attends on the device of the query."""
     query = args[0] if args else kwargs.get("query")
     device = query.device.type if isinstance(query, torch.Tensor) else ""
     return scaled_dot_product_attention(*args, comm=ranks.name_on(device), **options, **kwargs)
@@ -79,7 +79,7 @@ class _Mode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def caught(ranks: Ranks, options: dict) -> Iterator[None]:
-    """Inside, this thread's attention goes to scaled_dot_product_attention of those ranks."""
+    """Inside, this thread's attention runs as scaled_dot_product_attention of those ranks."""
     contexts = _inside.__dict__.setdefault("contexts", [])
     contexts.append((ranks, options))
     try:
@@ -89,11 +89,11 @@ def caught(ranks: Ranks, options: dict) -> Iterator[None]:
         contexts.pop()
 
 
-# ---- what calls the dispatcher itself ------------------------------------------------------------
+# ---- calls of the dispatcher ------------------------------------------------------------
 
 def _attend(*args, **kwargs):
     contexts = getattr(_inside, "contexts", None)
-    if not contexts:  # the key came with the state of the thread that started this one
+    if not contexts:  # this thread inherited the key from the thread that started it
         raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
                                "(torch.jit.fork) is not supported: call it in the thread that entered")
     return _attend_on(*contexts[-1], *args, **kwargs)
@@ -107,7 +107,7 @@ def _refusal(name: str):
 
 
 def _register() -> tuple:
-    """Kernels last as long as what is returned."""
+    """Kernels stay registered as long as the returned object lives."""
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(torch.library.fallthrough_kernel, _KEY)
     aten.impl("scaled_dot_product_attention", _attend, _KEY)
@@ -120,14 +120,14 @@ def _register() -> tuple:
 _registered = _register()
 
 
-# ---- flex_attention, which compiles itself: what was raised in its trace would be dynamo's error ------
+# ---- flex_attention compiles itself: errors raised in its trace would become dynamo's ------
 
 def _refuse_flex(query, key, value, *args):
     message = _why("flex_attention")
     if not torch.compiler.is_compiling():
         raise UnsupportedError(message)
     results = torch.ops.longspan.refuse(query, value, message)
-    return results if hasattr(_flex, "AuxRequest") else results[:2]  # those of torch before 2.9
+    return results if hasattr(_flex, "AuxRequest") else results[:2]  # for torch before 2.9
 
 
 def _refuse(query, value, message):

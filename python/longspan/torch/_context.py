@@ -21,15 +21,15 @@ _open = threading.local()  # .layouts: of the contexts that this thread is in
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """How attention inside context_parallel travels, for all contexts that are opened from now on.
+    """Chooses what travels for attention inside context_parallel, in all contexts opened from now on.
 
-    "allgather", which is the default: keys and values travel where that is fastest: on processors they
-    are gathered where the layout allows it, on GPUs longspan's cost model chooses (strategy "auto").
+    "allgather", the default: keys and values travel where that is fastest. On CPUs they are gathered
+    where the layout allows it; on GPUs longspan's cost model chooses (strategy "auto").
     "alltoall": no rank ever holds the keys of another; query rows and partial states travel instead.
     Both are exact.
 
     Raises:
-        UnsupportedError: another name; PyTorch raises NotImplementedError, which it is.
+        UnsupportedError: another name. It is a NotImplementedError, which PyTorch raises.
 
     >>> import longspan.torch
     >>> longspan.torch.set_rotate_method("allgather")
@@ -55,40 +55,40 @@ def context_parallel(
     """Inside, torch's scaled_dot_product_attention runs over the tokens of all ranks of `mesh`.
 
     As torch.distributed.tensor.experimental.context_parallel: the buffers are sharded in place, and
-    when the context ends they are what they were. Any length works, on processors and GPUs, causal
-    or not, without buffers, for query and key of different lengths, eagerly and under
-    torch.compile(fullgraph=True). Collective, as every call of attention inside it.
+    restored when the context ends. It takes any length, causal or not, with or without buffers, and
+    query and key of different lengths, on CPUs and GPUs, eagerly and under
+    torch.compile(fullgraph=True). Collective, as is every call of attention inside it.
 
-    Attention is found whatever way it is reached: by torch.nn.functional or torch.ops.aten, in functions that
-    were traced, exported or compiled before. What attends by itself is refused: torch.nn.MultiheadAttention,
-    flex_attention, and the operators that scaled_dot_product_attention is made of, which a graph has that was
-    taken apart (make_fx). Nobody can see attention that is written out as products and a softmax, as after
-    ExportedProgram.run_decompositions(), or that is no function of torch, as flash-attention's: it sees this
-    rank's tokens alone.
+    Attention is found however it is called: as torch.nn.functional or torch.ops.aten, or in functions traced,
+    exported or compiled before. Operators that compute attention themselves are refused:
+    torch.nn.MultiheadAttention, flex_attention, and the parts of scaled_dot_product_attention, which a
+    decomposed graph (make_fx) calls. Two kinds cannot be seen, and use only this rank's tokens: attention
+    written out as products and a softmax, as after ExportedProgram.run_decompositions(), and attention that
+    is not a function of torch, such as flash-attention's.
 
-    As torch.no_grad, it holds for the thread that enters, and no other: attention in a worker thread is of this
-    rank's tokens alone, unless that thread enters a context of its own. Threads of a rank that share a mesh
-    attend one after the other, in the same order on all ranks.
+    As torch.no_grad, it holds only for the thread that enters. Attention in a worker thread uses only this
+    rank's tokens, unless that thread enters a context of its own. Threads of a rank that share a mesh attend
+    one after the other, in the same order on all ranks.
 
     Args:
         mesh: a DeviceMesh of one dimension, a ProcessGroup, or None: the default group.
         buffers: tensors whose tokens are dealt out: inputs, labels, tables of positions. They keep
-            their identity and change their shape. No parameters.
+            their identity and change their shape. Parameters are refused.
         buffer_seq_dims: the dimension of the tokens in each of them.
         no_restore_buffers: those of them that stay sharded afterwards, which saves their memory.
-        layout: how tokens are dealt out: "zigzag", which is PyTorch's default too (head-tail load
-            balance), "striped", "interleaved:64" or "contiguous": in rank order, as PyTorch's without
-            load balance, but cut at multiples of 128 tokens, so that of a short sequence some ranks
-            have none. Models that cannot run on no tokens want another layout there.
+        layout: how tokens are dealt out: "zigzag", PyTorch's default too (head-tail load balance),
+            "striped", "interleaved:64" or "contiguous": in rank order, as PyTorch's without load
+            balance, but cut at multiples of 128 tokens. Some ranks then have no tokens of a short
+            sequence; for models that cannot run on no tokens, choose another layout.
         queries: "as keys": rows of query are dealt out likewise. None: every rank has all rows.
         causal_alignment: what is_causal means where query and key have different lengths; None
             refuses it, "lower_right" says that the rows are the last tokens.
-        total_tokens: of the sequence, where query and key have those of the buffers and no others: saves
-            the round of messages by which attention learns it.
+        total_tokens: of the sequence, where query and key have the tokens of the buffers and no others:
+            saves the round of messages by which attention learns it.
 
     Raises:
-        InputError, UnsupportedError, UsageError, RankError: as scaled_dot_product_attention; here and
-        in the calls inside. From a function of torch.jit they come as its RuntimeError, with their text.
+        InputError, UnsupportedError, UsageError, RankError: as scaled_dot_product_attention; here and in
+            the calls inside. Functions of torch.jit turn them into its RuntimeError, with their text.
 
     >>> import torch, longspan.torch
     >>> q = torch.randn(1, 2, 63, 32)
@@ -127,7 +127,7 @@ def context_parallel(
 
 @torch.no_grad()
 def _own_part(buffer: Tensor, layout: str, world: Known, dim: int) -> Tensor:
-    """A tensor of inference mode has such data, whatever the mode is here, and another has not."""
+    """The new data are of inference mode exactly where the buffer is, whatever the mode here."""
     with torch.inference_mode(buffer.is_inference()):
         part = shard_of(buffer.data, layout, world.rank, world.size, dim)
         return part.clone(memory_format=torch.contiguous_format)
@@ -156,7 +156,7 @@ def _device_of(buffers: Sequence[Tensor]) -> str | None:
 
 
 def _strategy_for(layout: str, device: str) -> str:
-    """gather-kv takes no large blocks."""
+    """gather-kv does not support large blocks."""
     block = layout.partition(":")[2]
     if _rotate_method == "alltoall" or (block and int(block) > 512):
         return "gather-states"
@@ -166,15 +166,14 @@ def _strategy_for(layout: str, device: str) -> str:
 @torch.no_grad()
 def context_parallel_unshard(mesh: Any, buffers: Sequence[Tensor], seq_dims: Sequence[int],
                              load_balancer: Any = None) -> list[Tensor]:
-    """The whole tensors, on every rank, of parts that were sharded by context_parallel. Collective.
+    """The whole tensors, on every rank, from parts that context_parallel sharded. Collective.
 
     Args:
         mesh: as in context_parallel.
         buffers: this rank's parts; any length.
         seq_dims: the dimension of the tokens in each of them.
         load_balancer: the layout that they were sharded by, as context_parallel's `layout`. None: that
-            of the context which is open, or else "zigzag". PyTorch's own head-tail balancer says
-            "zigzag".
+            of the open context, or else "zigzag". PyTorch's own head-tail balancer means "zigzag".
 
     Raises:
         InputError: parts that do not fit together. UnsupportedError: another balancer of PyTorch's.

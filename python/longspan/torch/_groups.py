@@ -16,14 +16,14 @@ import torch.distributed as dist
 import longspan
 from longspan import Communicator, InputError, RankError, UnsupportedError, UsageError
 
-DEADLINE = 60.0  # seconds that ranks wait for each other to meet, where nobody says how long
+DEADLINE = 60.0  # seconds that ranks wait for each other to meet, where nothing else is given
 
 
 class Known:
     """A communicator as operators see it.
 
-    That of a process group, or of this process alone, is kept here. One that a caller gave is the
-    caller's: it is known for as long as somebody else holds it.
+    Communicators of process groups, and of this process alone, are kept here. A communicator that a
+    caller gave stays the caller's, and is known while others hold it.
     """
 
     __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers")
@@ -47,8 +47,8 @@ class Known:
         return isinstance(self._comm, weakref.ref)
 
     def for_writers(self) -> Communicator:
-        """A communicator whose layers may be kept in `writers`: a layer holds its communicator, and what
-        is kept here must not hold one that a caller gave. Collective where such a one is made."""
+        """A communicator whose layers may be kept in `writers`. A layer holds its communicator, and what
+        is kept here must not hold a caller's communicator. Collective where a new one is made."""
         if not self.is_given:
             return self.comm
         comm = self.comm
@@ -61,7 +61,7 @@ class Known:
 _known: dict[str, Known] = {}  # by name
 _names: dict[int, str] = {}  # by id() of a communicator
 _made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> {device: name}
-_uses: dict[str, int] = {}  # how many communicators had such a name
+_uses: dict[str, int] = {}  # how many communicators had a name of this kind
 _lock = threading.RLock()
 
 
@@ -76,8 +76,8 @@ def known(name: str) -> Known:
 
 
 def _name_for(comm: Communicator, group: Any, is_given: bool) -> str:
-    """A name says whose communicator it is, as compiled and exported graphs carry it to other processes: there it
-    must mean the same ranks, or nothing."""
+    """The ranks of a communicator are part of its name, since compiled and exported graphs carry the name to
+    other processes: there it must mean the same ranks, or nothing."""
     if is_given:
         return f"longspan-{uuid.uuid4().hex}"
     if group is None:
@@ -101,14 +101,14 @@ def _add(comm: Communicator, group: Any = None, is_given: bool = False) -> str:
 
 
 def _drop(name: str) -> None:
-    """Without the lock: it runs wherever a communicator or a group is let go, also while others meet."""
+    """Takes no lock: it runs wherever a communicator or a group is released, also while others meet."""
     gone = _known.pop(name, None)
     if gone is not None and _names.get(gone.key) == name:
         del _names[gone.key]
 
 
 def _is_destroyed(group: Any) -> bool:
-    """Whether torch.distributed does not know the group any more, though somebody holds it."""
+    """Whether torch.distributed no longer knows the group, though it is still held."""
     return group not in dist.distributed_c10d._world.pg_map
 
 
@@ -128,7 +128,7 @@ def _is_open(comm: Communicator) -> bool:
 
 def _group_of(group_or_mesh: Any, dim: str | int | None):
     """(process group, device type that a mesh names or None); the group is None without ranks."""
-    given = getattr(group_or_mesh, "real_obj", group_or_mesh)  # as torch.compile shows it
+    given = getattr(group_or_mesh, "real_obj", group_or_mesh)  # as torch.compile passes it
     device = None
     if isinstance(given, dist.DeviceMesh):
         device = given.device_type
@@ -164,7 +164,7 @@ def _devices_of(group) -> list[str]:
 
 
 def _finish(work, deadline: float, step: str) -> None:
-    """Waits for a transfer of the group, at most for the deadline, whatever its own timeout is."""
+    """Waits for a transfer of the group, at most until the deadline, whatever the group's own timeout."""
     end, pause = time.monotonic() + deadline, 1e-4
     while not work.is_completed():
         if time.monotonic() > end:
@@ -196,7 +196,7 @@ def exchange_over(group, deadline: float, step: str):
                 return [bytes(part[:n].tolist()) for part, n in zip(gather(padded.to(device)), sizes)]
         except longspan.LongspanError:
             raise
-        except RuntimeError as error:  # as the group's backend says that a rank is gone
+        except RuntimeError as error:  # how the group's backend reports that a rank is gone
             raise RankError(f"the process group failed in the {step}: {error}", None, step) from error
 
     return exchange
@@ -214,24 +214,24 @@ def communicator(group_or_mesh: Any = None, *, dim: str | int | None = None, dev
                  deadline: float | None = None) -> Communicator:
     """The communicator of the ranks of a process group. It needs no MPI: torchrun is enough.
 
-    The first call for a group is collective over it; the communicator is kept until the group is
-    destroyed or nobody holds it, and later calls return it. After a RankError it has ended: close() it on every rank, and
-    the next call makes a new one. torch's current device is left as it is.
+    The first call for a group is collective over it. The communicator is kept until the group is destroyed or nobody
+    holds it, and later calls return it. After a RankError it has ended: close() it on every rank, and the next call makes
+    a new one. torch's current device stays the same.
 
     Args:
         group_or_mesh: a torch.distributed.ProcessGroup; a DeviceMesh of one dimension, such as
-            mesh["cp"]; or None: the default group, and where torch.distributed is not initialised
-            this process alone.
-        dim: which dimension of a mesh of several.
-        device: "cpu" or "cuda": where tensors of calls lie. None takes what the mesh says, or else
-            "cuda" where the group has a backend for it (and there is a GPU), or else "cpu". On GPUs
-            it is the current one of torch.
-        deadline: seconds that a rank waits for another at most; None takes LONGSPAN_DEADLINE_S, or
-            else 60. It holds for the first call too, whatever timeout the group has.
+            mesh["cp"]; or None: the default group, or this process alone where torch.distributed is
+            not initialised.
+        dim: which dimension of a mesh with several.
+        device: "cpu" or "cuda": where tensors of calls lie. None takes what the mesh says; or else "cuda"
+            where the group has a backend for it and there is a GPU; or else "cpu". The GPU is torch's
+            current one.
+        deadline: most seconds that a rank waits for another; None takes LONGSPAN_DEADLINE_S, or
+            else 60. It holds for the first call too, whatever the group's timeout.
 
     Raises:
-        UsageError: this rank is no member of the group, torch.distributed is not initialised in one
-            of several ranks, or ranks ask for different things.
+        UsageError: this rank is not a member of the group; torch.distributed is not initialised in
+            one of several ranks; or ranks differ in their arguments.
         InputError: a mesh of several dimensions without `dim`.
         RankError: a rank did not come.
         TypeError: neither a group nor a mesh.
@@ -310,8 +310,8 @@ def name_of(comm: Any, group: Any, device: str) -> str:
 class Ranks:
     """The ranks of an object that lives longer than a call, whose communicator it holds.
 
-    A copy of it is of the same ranks. Pickled it is nobody's but the default group's, which is the one of
-    the process where it is unpickled: no other process has the rest.
+    A copy has the same ranks. Only the default group's can be pickled, and becomes that of the process
+    where it is unpickled: no other process has the ranks of other groups.
     """
 
     __slots__ = ("name", "_given", "_device", "_is_default", "_is_anywhere")
@@ -322,7 +322,7 @@ class Ranks:
         self._is_anywhere = self._is_default and device is None and known(self.name).group is None
 
     def name_on(self, device: str) -> str:
-        """The communicator for tensors there, "" where there are none: one process alone goes where they lie."""
+        """The communicator for tensors on `device` ("" without tensors); one process alone takes their device."""
         if self.name is None:  # unpickled
             return name_of(None, None, self._device or device)
         return alone_name(device) if self._is_anywhere and device else self.name

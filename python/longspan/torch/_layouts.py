@@ -1,4 +1,4 @@
-"""Which tokens a rank holds, from what it is told and what the ranks say."""
+"""Which tokens a rank holds, from its arguments and from what the ranks report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layout_text(layout: Any, name: str) -> str:
 
 
 def rule_of(text: str) -> Sharding:
-    """The Sharding of such a text."""
+    """The Sharding of a layout in that form."""
     rule, _, block = text.partition(":")
     return Sharding(rule, int(block)) if block else Sharding(rule)
 
@@ -44,7 +44,7 @@ class Lengths(NamedTuple):
 
 
 def resolve(text: str, total: int | None, own: Sequence[int] | None, ranks: int, name: str) -> Lengths:
-    """`own`: every rank's tokens, where the ranks have been asked."""
+    """`own`: every rank's tokens, where the ranks were asked."""
     if own is not None:
         found = sum(own)
         if total is not None and total != found:
@@ -69,7 +69,7 @@ def resolve(text: str, total: int | None, own: Sequence[int] | None, ranks: int,
 
 
 def check_own(text: str, total: int, found: int, rank: int, ranks: int, name: str, argument: str) -> None:
-    """Compares this rank's tokens with those that its rule gives it, where nobody asks the ranks."""
+    """Compares this rank's tokens with those of its rule, where the ranks are not asked."""
     wanted = len(rule_of(text).shard(total, rank, ranks))
     if found != wanted:
         raise InputError(f"{name} has {found} tokens on rank {rank}, and {argument} is {total}; the layout {text} gives "
@@ -116,7 +116,7 @@ def gather_parts(part: torch.Tensor, known: Known, dim: int) -> list[torch.Tenso
                 for theirs, shape in zip(known.comm.gather(memory, step), shapes)]
     most = max(shape[dim] for shape in shapes)
     padded = part.detach().contiguous()
-    if part.shape[dim] != most:  # what a group gathers is equal on all ranks
+    if part.shape[dim] != most:  # a gather over a group needs equal sizes on all ranks
         padded = part.new_zeros([most if d == dim else n for d, n in enumerate(part.shape)])
         padded.narrow(dim, 0, part.shape[dim]).copy_(part)
     parts = [torch.empty_like(padded) for _ in shapes]

@@ -1,9 +1,9 @@
-"""The operators torch.ops.longspan.*: what torch.compile sees of longspan.
+"""The operators torch.ops.longspan.*, which torch.compile sees.
 
-Tensors are [batch, tokens, heads, dim] or [tokens, heads, dim], as longspan.attend has them; a
-communicator is given by its name (a string). Fake implementations tell shapes; what is written is
-declared. An operator's kernel refuses tensors whose derivative is asked for, since there is none: a
-backward would be registered for the key Autograd, beside the kernels below.
+Tensors are [batch, tokens, heads, dim] or [tokens, heads, dim], as in longspan.attend; a
+communicator is given by its name (a string). Fake implementations compute shapes; written arguments
+are declared. An operator's kernel refuses tensors whose derivative is asked for, since there is
+none: a backward would be registered for the key Autograd, beside the kernels below.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _keys_as_read(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values as the library reads them: rows are dense, and sequences are whole steps of keys apart, as many
-    in both."""
+    """Keys and values as the library reads them: rows are dense, and sequences are a whole number of keys apart, the
+    same in both."""
     steps = k.stride()
     if steps == v.stride() and steps[-1] == 1 and 0 not in steps and (len(steps) == 3 or steps[0] % steps[1] == 0):
         return k, v
@@ -56,7 +56,7 @@ def _can_be_read(t: Tensor) -> bool:
     steps = t.stride()
     if steps[-1] != 1:
         return False
-    if t.shape[-3] <= 1:  # the step between keys is that between sequences or heads
+    if t.shape[-3] <= 1:  # here the step between keys is that of sequences or heads
         return 0 not in steps
     return steps[-3] != 0 and (t.dim() == 3 or t.shape[0] <= 1 or steps[0] % steps[1] == 0)
 
@@ -67,7 +67,7 @@ def _same_pitch(k: Tensor, v: Tensor) -> bool:
 
 
 def _rounded(length: int) -> int:
-    """A size of a layer: at most an eighth above the length, so that lengths find one that is there."""
+    """A size of a layer, at most an eighth above the length, so that similar lengths share a layer."""
     step = max(128, 1 << max(0, length.bit_length() - 4))
     return max(1, -(-length // step)) * step
 
@@ -75,7 +75,7 @@ def _rounded(length: int) -> int:
 def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, total_queries=None,
             equal_lengths=False, window_left=-1, window_right=-1, cu_seqlens_q=None, cache_seqlens=None,
             block_table=None, strategy="auto", return_lse=False, out=None, k_new=None, v_new=None, **options):
-    """What all operators that attend do; see longspan.attend. `options` go there as they are."""
+    """The common part of operators that attend; see longspan.attend. `options` are passed to it unchanged."""
     world = known(comm)
     for name in _SMALL:
         if name in options and isinstance(options[name], Tensor):
@@ -128,7 +128,7 @@ def _tables_of_all(of_keys, q) -> dict:
 
 
 def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
-    """Every rank has rows of its own."""
+    """Each rank has its own rows."""
     batch = q.shape[0] if q.dim() == 4 else 1
     options |= dict(queries=of_rows.layout, total_queries=of_rows.total)
     if of_rows.table is not None:
@@ -142,7 +142,7 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
         raise InputError(f"documents are packed in one sequence; the batch has {batch}")
     if not gathers_keys and (batch == 1 or of_rows.table is None):
         return longspan.attend(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
-    # The strategy, or the layout, takes one sequence at a time.
+    # For a strategy or layout that supports one sequence at a time.
     return_lse, out = options.pop("return_lse"), options.pop("out")
     if out is None:
         out = _results(q, v, False)
@@ -169,7 +169,7 @@ def _check_lengths(rows: int, keys: int):
 
 
 def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Lengths, Lengths]:
-    """How keys and rows are shared; the ranks are asked where nobody says."""
+    """How keys and rows are shared; the ranks are asked where the call does not give it."""
     own_keys = own_rows = None
     if total_keys is None or (queries and total_queries is None):
         own_keys, own_rows = [], []
@@ -191,7 +191,7 @@ def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Leng
 
 
 def _keys_are_less(ranks: int, q, k, v, keys: Lengths, rows: Lengths) -> bool:
-    """Whether keys and values are fewer bytes on the way than query rows and states, and can be sent."""
+    """Whether keys and values can be sent, in fewer bytes than query rows and states."""
     if keys.layout.layout == "interleaved" and keys.layout.block > _MOST_BLOCK:
         return False
     heads, dim, value_dim = q.shape[-2], q.shape[-1], v.shape[-1]
@@ -216,7 +216,7 @@ def _results(q: Tensor, v: Tensor, with_lse: bool, k: Tensor | None = None):
 
 
 def _check_fakes(**tensors):
-    """What a trace can see is wrong. Kernels leave it to the library, which sees it too."""
+    """Checks that a trace can make. Kernels leave them to the library, which makes them too."""
     if torch.is_grad_enabled():
         for name, one in tensors.items():
             if one.requires_grad:
@@ -253,7 +253,7 @@ def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=
     if world.size > 1 and keys == "contiguous":
         _refuse_contiguous()
     if layer is None:
-        if len(world.writers) >= 16:  # alike on all ranks, as the calls are
+        if len(world.writers) >= 16:  # the same on all ranks, as the calls are
             world.writers.clear()
         layer = world.writers[key] = longspan.Attention(
             world.for_writers(), heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
@@ -306,12 +306,12 @@ _define("append", """Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, str
         str keys='contiguous', Tensor? k_descale=None, Tensor? v_descale=None) -> ()""",
         _append_kernel, _fake_append)
 
-# What longspan.torch and longspan.hf call.
+# For longspan.torch and longspan.hf.
 APPEND = torch.ops.longspan.append.default
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
-    """The operator attend, or what it does, where nobody looks at operators."""
+    """The operator attend, or its implementation where nothing observes operators."""
     return (_attend if _is_unwatched(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
 
 
@@ -323,8 +323,8 @@ def attend_lse(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
 
 
 def _watchers():
-    """Functions that are all false where no trace, mode, transform or profiler looks at operators; None where
-    this torch has not all of them."""
+    """Functions that are all false where no trace, mode, transform or profiler observes operators; None where
+    this version of torch lacks one of them."""
     try:
         return (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack, torch._C._get_tracing_state,
                 torch._C._functorch.peek_interpreter_stack, torch._C._autograd._profiler_enabled)
@@ -336,7 +336,7 @@ _WATCHERS = _watchers()
 
 
 def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's dispatcher may be left out, which takes as long as all the rest of a call in Python."""
+    """Whether to skip torch's dispatcher, which takes as long as the rest of a call in Python."""
     if torch.compiler.is_compiling() or _WATCHERS is None:
         return False
     if not type(q) is type(k) is type(v) is Tensor or any(watches() for watches in _WATCHERS):

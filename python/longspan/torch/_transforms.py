@@ -1,7 +1,7 @@
 """The operators under torch.func: vmap calls them for each sample, and derivatives are refused.
 
-Of an operator without a rule, torch drops tangents and cotangents in silence, and a derivative of zeros is
-a wrong one. What stands here is a kernel at the key where transforms begin: nobody else comes to it.
+Without a rule of the operator, torch silently drops tangents and cotangents, and returns a wrong
+derivative of zeros. The kernel here is at the key where transforms begin, which nothing else uses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _functorch = torch._C._functorch
 
 
 def has_tangent(tensor: Tensor) -> bool:
-    """Whether forward mode follows it."""
+    """Whether forward mode tracks it."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def refuse_derivative(name: str, tensor: Any) -> None:
-    """Raises where a derivative with respect to the tensor is asked for: of a result it would be zeros."""
+    """Raises where a derivative with respect to the tensor is asked for: it would be zeros."""
     if not isinstance(tensor, Tensor):
         return
     if has_tangent(tensor):
@@ -36,7 +36,7 @@ def refuse_derivative(name: str, tensor: Any) -> None:
 
 
 def register(library: torch.library.Library, name: str) -> None:
-    """For an operator of `library`, once its other kernels are there."""
+    """Call it for an operator of `library` after its other kernels are registered."""
     op = getattr(torch.ops.longspan, name).default
     arguments = op._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -66,7 +66,7 @@ def register(library: torch.library.Library, name: str) -> None:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], made: Any) -> Any:
-    """What an operator returns: nothing, a tensor, or several."""
+    """The results of an operator: nothing, a tensor, or several."""
     if made is None or isinstance(made, Tensor):
         return None if made is None else function(made)
     return tuple(function(one) for one in made)
@@ -98,7 +98,7 @@ def _each(op, given: dict, written: list, interpreter) -> Any:
 
 
 def _functional(op, given: dict, written: list, interpreter) -> Any:
-    """Of torch.func.functionalize, whose tensors wrap others."""
+    """For torch.func.functionalize, whose tensors wrap others."""
     if written:
         raise UnsupportedError(f"{op} writes to {written[0]}; torch.func.functionalize takes no such operator")
     for name, value in given.items():

@@ -1,2 +1,2 @@
-// Who the launcher started, one line for each rank.
+// The ranks that the launcher started, one line for each.
 int say_ranks();

@@ -1,6 +1,6 @@
 // Every field of Options and AttentionArgs, of MergeOptions and MergeArgs, and of ReshardOptions
-// and ReshardArgs, is compared between ranks, or stands on the list of those that may differ. The
-// fields are read from the headers themselves, so that a new one that is neither fails here.
+// and ReshardArgs, is either compared between ranks or listed as one that may differ. The fields
+// are read from the headers themselves, so that a new one that is neither fails here.
 #include "src/agreement/agreement.hpp"
 
 #include <gmock/gmock.h>
@@ -32,7 +32,8 @@ namespace {
 
 using Named = std::pair<std::string, std::string>;
 
-// ---- what the headers say ----------------------------------------------------------------------
+// ---- the fields in the headers
+// ----------------------------------------------------------------------
 
 /// All public headers.
 const std::string& headers() {
@@ -50,7 +51,7 @@ std::size_t place_of(const std::string& structure) {
   return headers().find("struct " + structure + " {");
 }
 
-/// The statements in a structure's body, less comments; "~" stands for what is in braces. A
+/// The statements in a structure's body, without comments; "~" replaces code in braces. A
 /// function's body ends its statement.
 std::vector<std::string> statements_of(const std::string& structure) {
   const std::string& text = headers();
@@ -81,7 +82,7 @@ struct Field {
   bool optional = false;
 };
 
-/// The members of `structure`: what stands ahead of each `=`, of `~` and of commas.
+/// The members of `structure`: the names before each `=`, `~` and comma.
 std::vector<Field> fields_of(const std::string& structure) {
   std::vector<Field> fields;
   for (const std::string& statement : statements_of(structure)) {
@@ -119,7 +120,7 @@ std::vector<std::string> names_of(const std::string& structure) {
   return names;
 }
 
-/// The members of Options, and in place of a group its members: "mask.window".
+/// The members of Options, with the members of a group in its place: "mask.window".
 std::vector<std::string> option_fields(const std::string& structure = "Options",
                                        const std::string& prefix = "") {
   std::vector<std::string> names;
@@ -245,7 +246,7 @@ TEST(Agreement, EveryOptionIsComparedOrMayDiffer) {
 
 // ---- runs --------------------------------------------------------------------------------------
 
-/// The hash that travels, contents of arrays included, as a layer on processors makes it.
+/// The hash that travels, contents of arrays included, as a layer on CPUs makes it.
 std::uint64_t said_hash(const RunDescription& run) {
   std::vector<std::uint64_t> words(RunHistory::kWordsOfRun);
   const kernels::DigestParams arrays = run.arrays(words.data(), 1);
@@ -253,10 +254,10 @@ std::uint64_t said_hash(const RunDescription& run) {
   return kernels::said(run.hash(), words.data() + arrays.count);
 }
 
-/// What a run can be of. Not every argument goes with every other.
+/// The kinds of runs. Not every argument can be combined with every other.
 enum class Of { batch, one_sequence, one_length, sharded_queries };
 
-/// A run that gives everything that goes together, whose arrays live here.
+/// A run with all arguments that can be combined, whose arrays live here.
 struct Everything {
   static constexpr int kHeads = 4, kDim = 16, kTokens = 4, kRanks = 2;
   std::vector<float> q = std::vector<float>(kTokens * kHeads * kDim), out = q, keys = q;
@@ -354,7 +355,7 @@ const std::multimap<std::string, RunCase> kRuns{
     {"query_start", with([](Everything& e) { e.start[1] = 1; })},
     {"kv_len", with([](Everything& e) { e.args.kv_len = {}; }, Of::one_sequence)},
     {"kv_len", with([](Everything& e) { e.lens[1] = 29; })},
-    {"kv_len", with([](Everything& e) {  // a batch of one sequence, whose arrays begin alike
+    {"kv_len", with([](Everything& e) {  // a batch of one sequence, whose arrays begin the same
        AttentionArgs& a = e.args;
        a.query_start.shape[0] = 2;
        a.kv_len.shape[0] = a.causal.shape[0] = a.key_table.shape[0] = 1;
@@ -420,7 +421,7 @@ TEST(Agreement, EveryFieldOfARunIsComparedOrMayDiffer) {
     EXPECT_THAT(fields, testing::Contains(name)) << "the test has a field that is no more";
 }
 
-/// Of every array but those that are a rank's own, or rows that are taken on trust.
+/// For every array except a rank's own, and rows that are not checked.
 TEST(Agreement, EveryByteOfAnArrayIsCompared) {
   const std::set<std::string> own = own_names();
   std::set<std::string> looked_at;
@@ -454,7 +455,7 @@ TEST(Agreement, TypesOfFloatsAreCompared) {
   }
 }
 
-/// Also where nobody reads the arrays, as on GPUs without check_arrays.
+/// Also where the arrays are not read, as on GPUs without check_arrays.
 TEST(Agreement, SlopesOfEachSequenceDifferFromSlopesOfAllByTheirShape) {
   Everything all, each;
   std::vector<float> slopes{5, 6, 7, 8, 5, 6, 7, 8};
@@ -484,7 +485,7 @@ TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {
 
 // ---- merges across ranks -----------------------------------------------------------------------
 
-/// How two things compare: as a field that is a rank's own must, or as one that is compared.
+/// How two values compare: as a rank's own field, or as a compared one.
 template <class T>
 void expect_compared(const std::string& field, const T& changed, const T& plain) {
   if (own_names().count(field))
@@ -520,7 +521,7 @@ TEST(Agreement, EveryOptionOfAMergeIsComparedOrMayDiffer) {
   EXPECT_NE(describe(MergeOptions{}, LogBase::two), plain);
 }
 
-/// A run of a merge that gives everything.
+/// A run of a merge with all arguments.
 struct MergeRun {
   static constexpr int kTokens = 4, kHeads = 2, kDim = 16;
   std::vector<float> part = std::vector<float>(kTokens * kHeads * kDim), out = part;
@@ -574,7 +575,7 @@ TEST(Agreement, TheRowsOfAMergeAreCompared) {
   EXPECT_NE(shorter.said(), plain.said());
 }
 
-/// Every rank scales heads of its own; whether there is a scale is compared nevertheless.
+/// Every rank scales its own heads; whether there is a scale is compared nevertheless.
 TEST(Agreement, TheScaleOfScatteredHeadsIsARanksOwn) {
   MergeRun plain, scaled, unscaled;
   for (MergeRun* run : {&plain, &scaled, &unscaled}) run->options.scatter_heads = true;
@@ -665,7 +666,7 @@ TEST(Agreement, RowsOfQueriesAreARanksOwnWhereQueriesAreSharded) {
   }
 }
 
-/// How many there are, where they stand, and whether there is one at all.
+/// Their number, their places, and whether there is one at all.
 TEST(Agreement, AListedTableIsARanksOwn) {
   Everything one(Of::sharded_queries), other(Of::sharded_queries), none(Of::sharded_queries);
   std::vector<std::int64_t> first{0, 2, 4, -1}, second{1, 3, -1, -1};
@@ -714,8 +715,8 @@ TEST(Agreement, TextsNameTheFieldAndItsValues) {
               testing::IsSupersetOf({Named{"keys", "interleaved:64"}, {"queries", "not sharded"}}));
 }
 
-/// Another rank may ask before the digests of a run are there: they are what differs from nothing,
-/// not a difference.
+/// Another rank may ask before the digests of a run exist: they then match anything, and are not a
+/// difference.
 TEST(Agreement, DigestsThatAreNotThereYetDifferFromNone) {
   const auto packed = [](const NamedValues& named) {
     std::vector<std::string> all;

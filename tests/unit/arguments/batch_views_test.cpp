@@ -1,6 +1,5 @@
-// Queries, results and lse as models hold them, [batch, heads, tokens, dim]: the bits of the same
-// rows one behind the other, nothing copied, and sizes that nothing counts. batch_rows_test has
-// more.
+// Queries, results and lse in a model's layout, [batch, heads, tokens, dim]: the bits of the same
+// contiguous rows, nothing copied, and sizes that overflow. batch_rows_test has more.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -107,8 +106,8 @@ TEST(BatchViews, OneSequenceMayLieHeadByHead) {
     }
 }
 
-/// Extents that 32 bits do not count, of a tensor without elements: no product of them is made, nor
-/// of one of them and its stride.
+/// Extents that 32 bits cannot count, of a tensor without elements: the product of extents is never
+/// computed, nor that of one of them and its stride.
 TEST(BatchViews, EmptyBatchesOfAnySizeAreRefused) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   const ServingOps ops(Device::host, 1);
@@ -125,7 +124,7 @@ TEST(BatchViews, EmptyBatchesOfAnySizeAreRefused) {
   }
   AttendState call;
   call.q = Tensor(nullptr, fp32, {2, kHeads, 1 << 30, 0});
-  call.q.stride[2] = std::int64_t{1} << 56;  // the most that is taken, beside no memory at all
+  call.q.stride[2] = std::int64_t{1} << 56;  // the most that is accepted, without any memory
   EXPECT_THROW(ops.attend_state(call), InputError);
 }
 

@@ -1,4 +1,4 @@
-// Random malformed arguments to the calls of class ServingOps, and to what describes data: shards,
+// Random malformed arguments to the calls of class ServingOps, and to descriptions of data: shards,
 // tensors, buffers.
 #include "tests/support/malformed.hpp"
 

@@ -45,14 +45,14 @@ AttentionArgs layer_args(Memory& m, Chaos& c) {
   return r;
 }
 
-/// Makes of a batch its second sequence, whose queries are all rows.
+/// Reduces a batch to its second sequence, whose queries are all rows.
 void take_one_sequence(AttentionArgs& r, Memory& m, Chaos& c) {
   r.query_start = {};
   r.kv_len = Tensor(m.kv_len.data() + 1, {1});
   if (c.once_in(2)) r.kv_len = {}, r.total_keys = 33;
 }
 
-/// Tables and totals that go with the layout of the keys, and of the queries where they are shared.
+/// Tables and totals for the layout of the keys, and of the queries where they are shared.
 void give_tables(AttentionArgs& r, Memory& m, Chaos& c, const Options& o) {
   const bool table_of_queries =
       (o.queries && o.queries->layout != Layout::contiguous) ||
@@ -184,7 +184,7 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
 
 class MalformedOptions : public Malformed {
  protected:
-  /// Of options that a layer or a forecast is made of.
+  /// Changes to the options of a layer or a forecast.
   std::vector<Change> changes_of_options(Options& o) {
     Chaos& c = chaos_;
     return {[&c, &o] {

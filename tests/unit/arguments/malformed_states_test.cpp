@@ -9,7 +9,7 @@ namespace {
 
 class MalformedStates : public Malformed {
  protected:
-  /// Of a table of ranges, which those of Memory are too short for.
+  /// For a table of ranges; those of Memory are too short.
   std::vector<std::int64_t> ranges_ = with_room<std::int64_t>({0, 10, 20, 0, 10, 33});
 
   /// Keys in pages, one row for each sequence, or packed; all of them, or those of one of two
@@ -48,7 +48,7 @@ class MalformedStates : public Malformed {
     a.workspace = {m.workspace.data(), m.workspace.bytes()};
     return a;
   }
-  /// Memory with the states of a call that fits.
+  /// Memory with the states of a valid call.
   Buffer attended() {
     Buffer states(Device::host, ServingOps::state_bytes(kTokens, kHeads, kDim));
     Memory m(chaos_.random);

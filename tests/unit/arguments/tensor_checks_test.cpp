@@ -1,4 +1,4 @@
-// What is refused because two tensors share memory, against every byte of them.
+// The refusals of tensors that share memory, against every byte of them.
 #include "src/arguments/tensor_checks.hpp"
 
 #include <gtest/gtest.h>
@@ -89,7 +89,7 @@ TEST(TensorChecks, WhatSharesMemoryIsRefusedAndNothingElse) {
     between_gaps += share && !is;
   }
   EXPECT_GT(refused, 500);
-  EXPECT_GT(between_gaps, 0);  // which is not looked into
+  EXPECT_GT(between_gaps, 0);  // which is not inspected
 }
 
 TEST(TensorChecks, RowsThatShareHeadsOverlapAsDenseOnesDo) {

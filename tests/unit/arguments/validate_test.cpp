@@ -131,7 +131,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("softcap is inf", [](Options& o) { o.score.softcap = INFINITY; });
   refuse("scale is nan; it is a finite number", [](Options& o) { o.score.scale = NAN; });
   refuse("scale is -inf", [](Options& o) { o.score.scale = -INFINITY; });
-  // Kernels multiply by 1 / softcap, softcap log2(e) and scale log2(e): a NaN in silence, else.
+  // Kernels multiply by 1 / softcap, softcap log2(e) and scale log2(e): unchecked, a silent NaN.
   for (const float softcap : {1e-45f, 1e-40f, 8e-39f, 1e38f, 3e38f})
     refuse("softcap is ", [=](Options& o) { o.score.softcap = softcap; });
   for (const float scale : {1e-45f, -1e-40f, 2.4e38f, -3e38f})
@@ -172,7 +172,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("alibi of number 7", [](Options& o) { o.score.alibi = static_cast<Alibi>(7); });
   refuse("threads -1", [](Options& o) { o.threads = -1; });
   refuse("threads 2147483647 is not in 0 to 4096", [](Options& o) { o.threads = 2147483647; });
-  // No rank has so much memory, and no size of it may wrap.
+  // No rank has that much memory, and no size of it may wrap.
   refuse("the states of such a run take", [](Options& o) {
     o.heads = o.kv_heads = std::numeric_limits<int>::max(), o.limits.max_tokens = 1 << 30;
   });
@@ -242,8 +242,8 @@ TEST(Validate, RanksCompareEveryOption) {
   for (const auto& [name, value] : before) EXPECT_TRUE(seen.contains(name)) << name;
 }
 
-// Processors that make products of bf16 in other ways give other bits: that is compared, where the
-// products were asked for.
+// CPUs that make products of bf16 in other ways give other bits: that is compared, where the
+// products were requested.
 TEST(Validate, RanksCompareHowProductsOfBf16AreMade) {
   Options o = options();
   EXPECT_EQ(describe(o, "by AMX"), describe(o, "in fp32"));
@@ -251,7 +251,7 @@ TEST(Validate, RanksCompareHowProductsOfBf16AreMade) {
   EXPECT_NE(describe(o, "by AMX"), describe(o, "in fp32"));
 }
 
-/// A layer over a paged cache of one process, and a batch that fits it.
+/// A layer over a paged cache of one process, and a valid batch for it.
 struct Paged {
   std::vector<float> q = std::vector<float>(kTokens * kHeads * kDim, 0.5f);
   std::vector<float> k = std::vector<float>(kPages * kPage * kKvHeads * kDim, 0.25f), v = k;
@@ -306,7 +306,7 @@ void refuse_run(const char* text, const std::function<void(AttentionArgs&, Paged
   EXPECT_EQ(p.k, before) << text;
 }
 
-/// What is stored once has one scale. Once v_scale was multiplied in beside it.
+/// Data stored once have one scale. A bug once also multiplied by v_scale.
 TEST(Validate, ValuesInTheMemoryOfKeysHaveTheirScale) {
   for (const int from : {0, 8}) {  // the first columns of k, and its last
     Options given = options();
@@ -418,7 +418,7 @@ TEST(Validate, LengthsOfABatch) {
   });
 }
 
-/// The one sequence's keys stand in total_keys or in kv_len, the rows of all ranks in total_tokens.
+/// The one sequence's keys are in total_keys or in kv_len, the rows of all ranks in total_tokens.
 TEST(Validate, Totals) {
   refuse_run("total_keys is 20 and kv_len is given; lengths stand in one of them",
              [](AttentionArgs& r, Paged&) { r.total_keys = 20; });
@@ -452,7 +452,7 @@ TEST(Validate, Totals) {
       sharded);
 }
 
-/// One rank's layer, whose keys or queries are shared out by a rule with a table.
+/// One rank's layer, whose keys or queries are dealt out by a rule with a table.
 Options with_keys(Layout layout) {
   Options o = options();
   o.keys.layout = layout;
@@ -671,7 +671,7 @@ TEST(Validate, TheShardOfALayer) {
 
 // ---- small arrays ------------------------------------------------------------------------------
 
-/// One of the small vectors of a run, and one that fits.
+/// One of the small vectors of a run, and a valid one.
 struct Vector {
   const char* name;
   Tensor AttentionArgs::*field;
@@ -777,7 +777,7 @@ TEST(Validate, SmallArraysThatDoNot) {
   }
 }
 
-/// Memory that is not there is no way to leave an array out.
+/// Null memory does not mean a missing array.
 TEST(Validate, SmallArraysWithoutData) {
   AllVectors vectors;
   for (const Vector& v : kVectors) {
@@ -996,7 +996,7 @@ TEST(Validate, NewKeysOfARun) {
         r.new_k = p.append().new_k, r.new_v = p.append().new_v;
       },
       with_keys(Layout::listed));
-  // What is wrong with the rest of the run is found before anything is written.
+  // Errors in the rest of the run are found before anything is written.
   refuse("qq_bias is [0, 0]", [](AttentionArgs& r, Paged& p) {
     r.qq_bias = Tensor(p.qq.data(), {0, 0});
   });

@@ -92,7 +92,7 @@ TEST(UsableCores, AreThoseOfTheAffinity) {
   const std::vector<int> before = affinity();
   ASSERT_FALSE(before.empty());
   EXPECT_LE(usable_cores(), static_cast<int>(before.size()));
-  std::thread([&] {  // a thread of its own, since it stays pinned
+  std::thread([&] {  // a separate thread, since it stays pinned
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(before.back(), &one);

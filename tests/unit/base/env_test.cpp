@@ -1,5 +1,5 @@
-// The environment: what is read, what is refused, and that the printed table is the one that is
-// read.
+// The environment: what is read, what is refused, and that the printed table is that of the
+// variables read.
 #include "src/base/env.hpp"
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 
 using Set = std::map<std::string, std::string>;
 
-/// Clears every variable that longspan reads, sets some, and puts all back at the end.
+/// Clears every variable that longspan reads, sets some, and restores all at the end.
 class Variables {
  public:
   explicit Variables(const Set& set) {
@@ -139,7 +139,7 @@ Launch launch_of(const Set& set) {
 
 TEST(Launch, NothingSetIsOneProcess) {
   EXPECT_EQ(launch_of({}).by, Launcher::none);
-  // Neither does what says nothing of other ranks.
+  // Nor do variables that imply no other ranks.
   EXPECT_EQ(launch_of({{"MASTER_ADDR", "head"}, {"MASTER_PORT", "29500"}}).by, Launcher::none);
   EXPECT_EQ(launch_of({{"WORLD_SIZE", "1"}}).by, Launcher::none);
   EXPECT_EQ(launch_of({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).size, 1);
@@ -162,7 +162,7 @@ TEST(Launch, HalfOfALaunchersVariablesAreRefused) {
        {"WORLD_SIZE=2 and MASTER_ADDR=head are set", "RANK is not"}},
       {{{"RANK", "1"}, {"MASTER_ADDR", "head"}, {"TORCHELASTIC_RUN_ID", "none"}},
        {"RANK=1", "WORLD_SIZE is not"}},
-      // mpirun started torchrun, the inner one counts, and its variables are half there.
+      // mpirun started torchrun, the inner one counts, and half of its variables are set.
       {{{"RANK", "1"},
         {"TORCHELASTIC_RUN_ID", "none"},
         {"OMPI_COMM_WORLD_RANK", "0"},
@@ -190,10 +190,10 @@ TEST(Launch, HalfOfALaunchersVariablesAreRefused) {
   }
 }
 
-/// What another launcher has set completely says who this process is.
+/// Another launcher's complete variables identify this process.
 TEST(Launch, HalfOfOnesVariablesBesideAllOfAnothers) {
   Set set = {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "n"}};
-  set["WORLD_SIZE"] = "2";  // a batch script that exports it for programs that ask for it
+  set["WORLD_SIZE"] = "2";  // a batch script that exports it for programs that need it
   EXPECT_EQ(launch_of(set).by, Launcher::srun);
   set = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"RANK", "1"}};
   EXPECT_EQ(launch_of(set).by, Launcher::mpirun);
@@ -228,7 +228,7 @@ TEST(Launch, Torchrun) {
   set["OMPI_COMM_WORLD_SIZE"] = "2";  // mpirun started torchrun: the inner one counts
   set["OMPI_COMM_WORLD_RANK"] = "0";
   EXPECT_EQ(launch_of(set).by, Launcher::torchrun);
-  set.erase("TORCHELASTIC_RUN_ID");  // a script under mpirun that set RANK for somebody else
+  set.erase("TORCHELASTIC_RUN_ID");  // a script under mpirun that set RANK for another program
   EXPECT_EQ(launch_of(set).by, Launcher::mpirun);
 }
 
@@ -279,8 +279,8 @@ TEST(Launch, JobIdsOfAnySizeChooseAPort) {
       ++ports[port];
     }
   }
-  EXPECT_GT(ports.size(), 15u);      // some may fall together
-  set["SLURM_JOB_ID"] = "69273667";  // times 31 it is beyond an int
+  EXPECT_GT(ports.size(), 15u);      // some may coincide
+  set["SLURM_JOB_ID"] = "69273667";  // times 31 it overflows an int
   set["SLURM_STEP_ID"] = "2";
   EXPECT_EQ(launch_of(set).port, 20000 + (69273667LL * 31 + 2) % 20000);
 }

@@ -1,4 +1,4 @@
-// What needs one process only: self, the watchdog, the wire, and agreement with oneself.
+// Tests of one process: self, the watchdog, the wire, and agreement with itself.
 #include "longspan/communicator.hpp"
 
 #include <gmock/gmock.h>
@@ -145,7 +145,7 @@ TEST(Wire, TextsOfOthersAreShownWithoutWhatTerminalsObey) {
   EXPECT_EQ(shown("plain text, Größe \xe2\x82\xac"), "plain text, Größe \xe2\x82\xac");
   EXPECT_EQ(shown("a\n\tb\x1b[31m\x7f"), "a\\n\\tb\\x1b[31m\\x7f");
   EXPECT_EQ(shown(std::string_view("\0", 1)), "\\x00");
-  EXPECT_EQ(shown("\xff\xc3"), "\\xff\\xc3");                             // no UTF-8
+  EXPECT_EQ(shown("\xff\xc3"), "\\xff\\xc3");                             // not UTF-8
   EXPECT_EQ(shown("\xc0\x80\xed\xa0\x80"), "\\xc0\\x80\\xed\\xa0\\x80");  // nor is this
   EXPECT_EQ(shown("\xc2\x9b"), "\\xc2\\x9b");                             // begins commands, too
   const std::string cut = shown(std::string(3018, 'x'));

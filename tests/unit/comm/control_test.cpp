@@ -1,6 +1,6 @@
-// The control plane against a mailbox that gives it anything at all: what no rank writes is a typed
-// error that names the sender, and the communicator has ended. And the end itself: the first of
-// many failures is kept, whoever looks.
+// The control plane against a mailbox that delivers anything. What no rank writes is a typed error
+// that names the sender, and the communicator has ended. And the end itself: the first of many
+// failures is kept, whichever thread finds it.
 #include "comm/control/control.hpp"
 
 #include <gmock/gmock.h>
@@ -30,7 +30,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using Message = Mailbox::Message;
 
-/// Rank 0, whose messages the test writes. Nothing comes in place of one that is from rank 0.
+/// Rank 0 with a mailbox that the test writes. A message from rank 0 itself is read as nothing.
 class Written final : public Mailbox {
  public:
   Written(std::deque<Message> messages, int size) : messages_(std::move(messages)), size_(size) {}
@@ -96,8 +96,8 @@ TEST(Messages, OfThisVersionAreUnderstood) {
   EXPECT_EQ(control->gather("zero", "meet"), (std::vector<std::string>{"zero", "one", "two"}));
 }
 
-/// The notice of rank `from` in a roll call: it waits at "states", in a run of layer 1 with so many
-/// tokens.
+/// The notice of rank `from` in a roll call: it waits at "states", in a run of layer 1 with this
+/// many tokens.
 Message roll(int from, int run, int tokens, int place = 0) {
   return {
       from, Message::text,
@@ -165,7 +165,7 @@ class OneRun final : public RunLog {
   int tokens_;
 };
 
-/// The refusal of rank 1 of a call with so many tokens as its run of this place.
+/// Rank 1's refusal of a call with this many tokens as its run at this place.
 Message refused(int place, int tokens) {
   return {1, Message::text,
           "r" + pack(std::to_string(place), std::string("no such thing"),
@@ -264,7 +264,7 @@ TEST(Messages, ThatNoRankWritesAreErrorsByName) {
            "g" + pack(step, step, step),            // one too many
            std::string("g5:abc"),                   // cut
            std::string("g99999999999999999999:a"),  // a length beyond 64 bits
-           "w" + pack(std::string("soon"), step),   // no number
+           "w" + pack(std::string("soon"), step),   // not a number
            "w" + pack(std::string(), step),         //
            "w" + pack(std::string("-1"), step),     // waited less than nothing
            "w" + pack(std::string(30, '9'), step),  // beyond 64 bits
@@ -369,7 +369,7 @@ TEST(Failures, TheFirstIsKeptWhoeverLooks) {
   }
 }
 
-/// What a later call throws is of the same type, and nobody takes its text for one about that call.
+/// A later call throws the same type, with a text that is clearly not about that call.
 TEST(Failures, AreToldAsEarlierOnesToLaterCalls) {
   const auto control = control_with({roll(1, 5, 4), roll(2, 5, 3)});
   const auto text_of = [&](const std::function<void()>& call) -> std::string {
@@ -401,7 +401,7 @@ TEST(Failures, AreToldAsEarlierOnesToLaterCalls) {
   }
 }
 
-/// What two of three ranks say at a split, and the messages of their group that follow.
+/// The requests of two of three ranks at a split, and the messages of their group that follow.
 TEST(Groups, HaveMessagesOfTheirOwn) {
   const auto request = [](int color, int key, int number) {
     return pack(std::to_string(color), std::to_string(key), std::to_string(number));
@@ -478,10 +478,10 @@ TEST(Groups, EndWithTheirParentAndItDoesNotEndWithThem) {
     EXPECT_STREQ(error.what(), "Rank 1 is late.");
   }
   const auto late = control->branch({.color = 0, .number = 9, .rank = 0, .members = {0, 1}});
-  ends_as(*late, -1);  // 6 is no rank of it
+  ends_as(*late, -1);  // 6 is not a rank of it
 }
 
-/// A message that cannot be read ends the parent, whoever takes it from the mailbox.
+/// A message that cannot be read ends the parent, whether it or the group receives it.
 TEST(Groups, EndWhereTheParentsMessagesAreDamaged) {
   std::shared_ptr<Control> control =
       control_with({{0, Message::text, ""}, {2, Message::text, "x"}}, 60s, 3);

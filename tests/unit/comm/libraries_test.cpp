@@ -1,5 +1,5 @@
-// Programs that link longspan::longspan alone, as this one does: what they are told when they meet
-// a launcher's ranks.
+// Programs that link only longspan::longspan, as this one does: their error when they meet a
+// launcher's ranks.
 #include "comm/libraries.hpp"
 
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
-// The control plane over TCP, between forked processes: what a rank finds is what its exit status
-// says.
+// The control plane over TCP, between forked processes: a rank reports its finding by its exit
+// status.
 #include "comm/tcp/control.hpp"
 
 #include <gtest/gtest.h>
@@ -23,8 +23,8 @@ using tests::free_port;
 
 using Work = std::function<bool(Control&)>;
 
-/// Runs `work` on each rank in a process of its own; returns the ranks' wait statuses. A rank whose
-/// work returns false, or throws what it does not catch, exits with 1.
+/// Runs `work` on each rank in its own process; returns the ranks' wait statuses. A rank whose work
+/// returns false, or throws an uncaught exception, exits with 1.
 std::vector<int> run_ranks(int size, milliseconds deadline, const Work& work) {
   const int port = free_port();
   std::vector<pid_t> ranks;
@@ -49,7 +49,7 @@ std::vector<int> run_ranks(int size, milliseconds deadline, const Work& work) {
     while (true) {
       const pid_t ended = waitpid(ranks[rank], &statuses[rank], WUNTRACED);
       if (ended == ranks[rank] && !WIFSTOPPED(statuses[rank])) break;
-      // A stopped rank is left so until all others are done.
+      // A stopped rank stays stopped until all others are done.
       for (int other = 0; other < size; ++other)
         if (other != rank) waitpid(ranks[other], &statuses[other], 0);
       kill(ranks[rank], SIGKILL);
@@ -127,8 +127,8 @@ TEST_P(Ranks, GatherInGroupsAndAllTogether) {
   }));
 }
 
-/// Meets the others. A rank may be through, and find the fault, while another one still waits here
-/// for the message of a third: that one hears of the fault here already, and what follows says the
+/// Meets the others. One rank may be done, and find the fault, while another still waits here for
+/// the message of a third. That rank learns of the fault here already, and later calls throw the
 /// same.
 void meet(Control& control) {
   try {
@@ -203,7 +203,7 @@ TEST_P(Faults, ADeadRankIsNamedInItsGroupAndInTheWhole) {
   expect_all_well(statuses, victim);
 }
 
-/// Whoever waits in a group answers the roll call of the whole.
+/// A rank that waits in a group answers the roll call of the whole.
 TEST_P(Faults, AStoppedRankIsNamedWhereverTheOthersWait) {
   const int size = GetParam(), victim = size - 1;
   if (size < 3) GTEST_SKIP() << "takes a group of two besides one that waits for all";
@@ -218,9 +218,9 @@ TEST_P(Faults, AStoppedRankIsNamedWhereverTheOthersWait) {
   expect_all_well(statuses, victim);
 }
 
-/// Parts that all ranks use together, as strategies of two levels do: who waits in one of them
-/// waits for a rank that waits in another one. The rank that is stopped is named, also where it is
-/// the one through which messages go, and none that is well; and that takes one deadline.
+/// Parts that all ranks use together, as strategies of two levels do: a rank waits in one part for
+/// a rank that waits in another. The stopped rank is named, and no healthy one, also where it is
+/// the one that relays messages; and it takes only one deadline.
 TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
   for (const int victim : {0, 3}) {
     const auto statuses = run_ranks(4, milliseconds(1500), [&](Control& control) {
@@ -230,7 +230,7 @@ TEST(Tcp, AStoppedRankIsNamedInPartsThatEndTogether) {
       nodes->end_with_parent();
       meet(control);
       if (control.rank() == victim) {
-        std::this_thread::sleep_for(milliseconds(300));  // what rank 0 passes on has left
+        std::this_thread::sleep_for(milliseconds(300));  // rank 0 has relayed all messages
         raise(SIGSTOP);
       }
       const auto begin = Patience::Clock::now();

@@ -1,4 +1,4 @@
-// One connection of the TCP control plane: what came before its end is given, however the end is
+// One connection of the TCP control plane: frames before its end are returned, however the end is
 // found.
 #include "comm/tcp/frames.hpp"
 

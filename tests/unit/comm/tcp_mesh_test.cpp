@@ -1,5 +1,5 @@
-// Messages between ranks, on socket pairs and by one thread: whatever is asked for in whatever
-// order arrives where it belongs, and what goes wrong with one group leaves the others whole.
+// Messages between ranks, on socket pairs and by one thread: receives in any order get their data,
+// and an error in one group does not affect the others.
 #include "comm/tcp/mesh.hpp"
 
 #include <gmock/gmock.h>
@@ -100,7 +100,7 @@ std::unique_ptr<Message> receive(Mesh& mesh, std::uint32_t group, int peer, std:
 
 bool done(const std::unique_ptr<Message>& one) { return one->left == 0 && one->part.is_done; }
 
-/// Every rank posts its messages when it likes; of one group and two ranks they keep their order.
+/// Every rank posts its messages at any time; those of one group and two ranks keep their order.
 TEST(Mesh, BringsEveryMessageToItsPlace) {
   const unsigned seed = tests::fresh_seed();
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -111,7 +111,7 @@ TEST(Mesh, BringsEveryMessageToItsPlace) {
     Ranks ranks(size);
     for (std::uint32_t group = 0; group < groups; ++group) ranks.open(group);
     std::vector<std::unique_ptr<Message>> all;
-    // What is to be posted: on one rank of each pair and group in this order.
+    // The messages to post: on one rank, those of each pair and group in this order.
     struct Line {
       int from, to;
       std::uint32_t group;
@@ -288,7 +288,7 @@ TEST(Mesh, TakesNothingForAMessageThatIsNone) {
     mesh.open(0);
     const auto got = receive(mesh, 0, 1, 100);
     Bytes bytes = random_bytes(random, 32 + random() % 5000);
-    if (round % 2) {  // a header of ours with lengths that cannot be
+    if (round % 2) {  // a header of ours with impossible lengths
       const Mesh::Header header{0x4c53504d, 0, 0, 0, (std::uint64_t{1} << 48) + random(), 0};
       std::copy_n(reinterpret_cast<const std::byte*>(&header), sizeof header, bytes.begin());
     }

@@ -1,5 +1,5 @@
-// How ranks find each other over TCP, among strangers: whoever talks to rank 0's port, or stands
-// where rank 0 should be, costs little, ends nothing, and is told why where it is a rank.
+// How ranks find each other over TCP, among strangers. A program that talks to rank 0's port, or
+// listens in rank 0's place, costs little, ends nothing, and gets the reason if it is a rank.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -31,15 +31,15 @@
 #include "tests/support/no_threads.hpp"
 
 namespace {
-/// Look-ups of a name that ends in ".silent", and what they wait for: a name server that does not
-/// answer.
+/// Look-ups of a name that ends in ".silent", and the condition that they wait for: a name server
+/// that does not answer.
 std::atomic<int> silent_lookups{0};
 std::atomic<int> all_lookups{0};              // of names, and not of addresses in digits
 auto& name_server = *new std::promise<void>;  // look-ups that it keeps waiting outlive the tests
 auto& answered = *new std::shared_future<void>(name_server.get_future().share());
 }  // namespace
 
-/// In place of the system's, which it calls for other names.
+/// Replaces the system's, which it calls for other names.
 extern "C" int getaddrinfo(const char* name, const char* service, const addrinfo* hints,
                            addrinfo** found) {
   const bool asks = !(hints && hints->ai_flags & AI_NUMERICHOST);
@@ -118,7 +118,7 @@ std::string framed(std::uint32_t kind, std::uint32_t peer, const std::string& bo
   return header(kind, peer, static_cast<std::uint32_t>(body.size())) + body;
 }
 
-/// One end of a connection that says what the test wants.
+/// One end of a connection with bytes from the test.
 class Stranger {
  public:
   explicit Stranger(Fd fd) : fd_(std::move(fd)) {}
@@ -129,7 +129,7 @@ class Stranger {
   }
   bool connected() const { return connected_; }
 
-  /// What was taken of `bytes`; less when the other side has hung up.
+  /// How many of `bytes` were accepted; fewer when the other side has hung up.
   std::size_t send(const std::string& bytes) {
     std::size_t sent_bytes = 0;
     while (sent_bytes < bytes.size()) {
@@ -141,7 +141,7 @@ class Stranger {
     return sent_bytes;
   }
 
-  /// `bytes` that come, or fewer until the other side hangs up or half a minute has passed.
+  /// `bytes` received, or fewer if the other side hangs up or half a minute passes.
   std::string receive(std::size_t bytes) {
     std::string received;
     while (received.size() < bytes) {
@@ -156,7 +156,7 @@ class Stranger {
     return received;
   }
 
-  /// Whether the other side hangs up, without a word, within half a minute.
+  /// Whether the other side hangs up, without sending anything, within half a minute.
   bool is_hung_up_on() {
     pollfd wait{fd_.get(), POLLIN, 0};
     char byte;
@@ -186,7 +186,7 @@ void expect_meeting(Control& zero, int port) {
   other.join();
 }
 
-/// What a rank hears that comes now.
+/// The answer to a rank that comes now.
 std::string refusal_of(const Launch& launch) {
   try {
     tcp_control(launch, 20s);
@@ -244,19 +244,19 @@ TEST(Strangers, WhoSayAnythingAtRandomDoNotDisturb) {
 TEST(Seats, AreForConnectionsThatLive) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
-  Stranger(port).send(hello_text(port, 1));  // hangs up behind its hello
+  Stranger(port).send(hello_text(port, 1));  // hangs up after its hello
   {
     Stranger first(port);
     first.send(hello_text(port, 1));
     EXPECT_EQ(first.receive(16), header(Frame::welcome, 1, 0));
-  }                       // hangs up without having said that it heard
+  }                       // hangs up without confirming its welcome
   Stranger second(port);  // is welcomed, and comes again on another connection
   second.send(hello_text(port, 1));
   EXPECT_EQ(second.receive(16), header(Frame::welcome, 1, 0));
   expect_meeting(*zero, port);
 }
 
-/// Whoever is welcomed stays, however many come behind it: it takes itself for a rank by then.
+/// A welcomed guest stays, however many come after it: it already counts itself as a rank.
 TEST(Seats, AreKeptForWhoIsWelcomed) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
@@ -271,7 +271,7 @@ TEST(Seats, AreKeptForWhoIsWelcomed) {
   EXPECT_EQ(zero->gather("a", "meet"), (Strings{"a", "b"}));
 }
 
-/// Who connects and resets the connection, again and again, as fast as it can.
+/// A client that connects and resets the connection repeatedly, as fast as it can.
 class Flood {
  public:
   explicit Flood(int port) {
@@ -380,7 +380,7 @@ TEST(Refusals, OfARankWithASecretWhereThereIsNone) {
   expect_meeting(*zero, port);
 }
 
-/// Rank 1 by hand: seated, and then it says `words`.
+/// Rank 1 by hand: seated, and then it sends `words`.
 void expect_blame(const std::string& words) {
   const int port = free_port();
   const auto zero = tcp_control(launch_of(port, 0), 50s);
@@ -410,7 +410,7 @@ TEST(SeatedRanks, WhoSayWhatNoRankSaysAreNamed) {
   }
 }
 
-/// Somebody who stands where rank 0 should be, and what rank 1 of two makes of it.
+/// A program in the place of rank 0, and the error of rank 1 of two.
 class Impostor {
  public:
   using Act = std::function<void(Stranger&, int connection)>;
@@ -444,7 +444,7 @@ TEST(Guests, DoNotTakeAnybodyForRank0) {
       header(99, 1, 0),
       framed(Frame::welcome, 0),    // for another rank
       framed(Frame::text, 1, "g"),  // before the welcome
-      hello_text(1, 1),             // one's own words, as from a socket that met itself
+      hello_text(1, 1),             // its own bytes, as from a socket that is connected to itself
       "HTTP/1.1 400 Bad Request\r\n\r\n",
   };
   for (const std::string& answer : answers) {
@@ -500,7 +500,7 @@ TEST(Guests, ComeAgainWhereTheWelcomeIsLate) {
   EXPECT_THROW(control->gather("", "meet"), RankError);  // rank 0 left
 }
 
-/// What a call takes that must end at its deadline of 1.5 s. The bound is short of twice that.
+/// Bounds the time of a call that must end at its deadline of 1.5 s, at less than twice that.
 template <class Call>
 void expect_end_in_time(const Call& call) {
   const auto begin = std::chrono::steady_clock::now();
@@ -525,7 +525,7 @@ TEST(Guests, OfWhoSaysNothingEndAtTheDeadline) {
   });
 }
 
-/// Whom a look-up waits for, and who is asked to give up meanwhile.
+/// What a look-up waits for, and the callback that is asked to give up meanwhile.
 TEST(Names, ThatNoServerAnswersForEndAtTheDeadline) {
   for (const int rank : {0, 1}) {
     const int before = silent_lookups;
@@ -543,7 +543,8 @@ TEST(Names, ThatNoServerAnswersForEndAtTheDeadline) {
   }
 }
 
-/// A rank that finds nobody looks the name up again, and does not keep the name server busy.
+/// A rank that does not find rank 0 looks the name up again, without many queries to the name
+/// server.
 TEST(Names, AreLookedUpEverMoreSeldom) {
   const std::string nowhere(80, 'x');  // longer than a name may be: no server is asked
   for (const char* host : {nowhere.c_str(), "localhost"}) {
@@ -606,7 +607,7 @@ TEST(Addresses, AreListenedOnAlone) {
 
 TEST(Addresses, OfOtherMachinesMeanEveryAddressOfThisOne) {
   const int port = free_port();
-  const auto listeners = listen_at("192.0.2.1", port, kWait);  // for documentation: nobody has it
+  const auto listeners = listen_at("192.0.2.1", port, kWait);  // an address for documentation
   EXPECT_TRUE(Stranger(port).connected());
   EXPECT_TRUE(Stranger(port, "\x7f\0\0\2").connected());
 }

@@ -1,5 +1,5 @@
 // Communicators over TCP that meet by the caller's exchange: several in one process, with ranks in
-// threads; exchanges that are none; strangers at the ports; and ranks that die.
+// threads; invalid exchanges; strangers at the ports; and ranks that die.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -63,7 +63,7 @@ class Table {
   int came_ = 0, round_ = 0;
 };
 
-/// Runs work(rank) for each rank in a thread of its own; an exception is a failure.
+/// Runs work(rank) for each rank in its own thread; an exception is a failure.
 void in_threads(int size, const std::function<void(int rank)>& work) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
@@ -102,7 +102,7 @@ TEST(FromExchange, ManyCommunicatorsInOneProcess) {
         for (int p = 0; p < kSize; ++p)
           EXPECT_EQ(got[p], round * 100 + static_cast<int>(i) * 10 + p);
       }
-    // Let go in another order on each rank.
+    // Released in another order on each rank.
     std::rotate(all.begin(), all.begin() + rank, all.end());
   });
 }
@@ -177,7 +177,7 @@ TEST(FromExchange, NamesWhatRanksAskForDifferently) {
   }
   {
     Table table(2);
-    in_threads(2, [&](int rank) {  // what is wrong on one rank is heard by both
+    in_threads(2, [&](int rank) {  // an error on one rank is reported on both
       EXPECT_THAT(refusal(rank, 2, over(table, rank), {.deadline = rank == 0 ? 1s : -1s}),
                   AllOf(HasSubstr("Rank 1: "), HasSubstr("deadline")));
     });
@@ -226,7 +226,7 @@ TEST(FromEnvironment, IsCalledAgain) {
   }
 }
 
-/// Rank 0 lets go long before the others: it waits for a moment, and they still hear each other.
+/// Rank 0 releases it long before the others: it waits a moment, and they still get messages.
 TEST(FromExchange, WhoLetsGoFirstWaitsForAMoment) {
   constexpr int kSize = 3;
   Table table(kSize), outside(kSize);
@@ -248,8 +248,8 @@ TEST(FromExchange, WhoLetsGoFirstWaitsForAMoment) {
 
 // ---- strangers at the ports for data ---------------------------------------------------------
 
-/// Another control plane, whose words when ranks connect are changed or waited for. Ranks are apart
-/// where they take each other for ranks of other machines, and connect by TCP.
+/// Another control plane, whose messages during the connection are changed or delayed. Ranks are
+/// apart where they believe to be on other machines, and connect by TCP.
 class Meddled final : public Control {
  public:
   using Act = std::function<void(int rank, Strings& told)>;
@@ -277,7 +277,7 @@ class Meddled final : public Control {
   Act act_;
 };
 
-/// Connects two ranks, of which `meddle` changes what they hear of each other's places.
+/// Connects two ranks; `meddle` changes the addresses that they receive from each other.
 void connect_two(bool apart, const Meddled::Act& meddle, const std::function<void(Control&)>& work,
                  milliseconds deadline = 50s) {
   Table table(2);
@@ -298,7 +298,7 @@ sockaddr_in address(int port) {
   return there;
 }
 
-/// To the door of who told this.
+/// Connects to the address in this message.
 Fd connect_to(bool apart, const std::string& told) {
   Fd fd(::socket(apart ? AF_INET : AF_UNIX, SOCK_STREAM, 0));
   const sockaddr_in far = address(port_in(told));
@@ -322,7 +322,7 @@ void expect_ping(Control& control) {
   EXPECT_EQ(theirs, control.rank() == 0 ? 'b' : 'a');
 }
 
-/// Rank 0's door, ahead of rank 1: garbage of all lengths, a hello with a wrong key, and silence.
+/// At rank 0's port, before rank 1: garbage of all lengths, a hello with a wrong key, and silence.
 class Doors : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(NearAndFar, Doors, ::testing::Bool());
 
@@ -372,7 +372,7 @@ void expect_unreachable(bool apart, const Meddled::Act& meddle, const std::strin
   EXPECT_EQ(named, 2);
 }
 
-/// Somebody else listens where rank 0 should, and answers.
+/// Another program listens in rank 0's place, and answers.
 TEST(Strangers, InTheOtherRanksPlaceAreNotTakenForIt) {
   for (const std::string& answer : {std::string(48, 'x'), std::string("HTTP/1.1 400\r\n\r\n")}) {
     Fd impostor(::socket(AF_INET, SOCK_STREAM, 0));
@@ -408,7 +408,7 @@ TEST(Strangers, AnAddressThatIsNoneIsNotTheLast) {
       true,
       [](int, Strings& told) {
         auto parts = unpack(told[0]);
-        parts[2] = pack(std::string("192.0.2.1"), std::string("127.0.0.1"));  // documentation's
+        parts[2] = pack(std::string("192.0.2.1"), std::string("127.0.0.1"));  // unused address
         told[0] = pack_all(parts);
       },
       expect_ping);
@@ -433,7 +433,7 @@ TEST(Strangers, APortThatIsClosedIsAnErrorThatSaysWhere) {
       "its Unix socket (Connection refused)");
 }
 
-/// Ranks that are apart: data over TCP, of all sizes.
+/// Ranks that are apart: data of all sizes over TCP.
 TEST(Tcp, CarriesTheCollectivesBetweenMachines) {
   Table table(3);
   in_threads(3, [&](int rank) {
@@ -452,7 +452,7 @@ TEST(Tcp, CarriesTheCollectivesBetweenMachines) {
 
 // ---- ranks that die --------------------------------------------------------------------------
 
-/// A gather among forked processes through files of the parent's: a socket pair for each.
+/// A gather among forked processes through the parent's file descriptors: a socket pair for each.
 class Post {
  public:
   explicit Post(int size) : ends_(size) {
@@ -466,7 +466,7 @@ class Post {
     for (std::size_t p = 0; p < ends_.size(); ++p) all.push_back(read(ends_[rank][1]));
     return all;
   }
-  /// Passes on what comes in one round, by the parent.
+  /// The parent relays the texts of one round.
   void serve() {
     Strings all;
     for (auto& end : ends_) all.push_back(read(end[0]));
@@ -489,7 +489,7 @@ class Post {
   std::vector<std::array<int, 2>> ends_;
 };
 
-/// What each rank's work says, as exit statuses: 0 is well.
+/// The results of the ranks' work, as exit statuses: 0 is success.
 void fork_ranks(int size, int victim, const std::function<bool(Communicator&)>& work) {
   Post post(size);
   std::vector<pid_t> pids;
@@ -535,7 +535,7 @@ bool names(int victim, const std::function<void()>& work) {
 class Faults : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Tcp, Faults, ::testing::Values(2, 3, 4));
 
-/// In the middle of a message: it has begun, and its owner is gone before the rest is sent. Where a
+/// In the middle of a message: it has begun, and its sender dies before the rest is sent. Where a
 /// peer reads fast enough, one call sends all of it; then the next gather finds the rank gone.
 TEST_P(Faults, ARankThatIsKilledInAMessageIsNamedLongBeforeTheDeadline) {
   const int size = GetParam();
@@ -571,7 +571,7 @@ TEST_P(Faults, ARankThatLeavesBeforeACollectiveIsNamed) {
   });
 }
 
-/// Its ring neighbours alone talk to it, and all have to hear of it.
+/// Only its ring neighbours exchange data with it, and all have to learn of its end.
 TEST_P(Faults, ARankThatIsKilledIsNamedThroughARing) {
   const int size = GetParam(), victim = size / 2;
   fork_ranks(size, victim, [&](Communicator& world) {
@@ -586,7 +586,7 @@ TEST_P(Faults, ARankThatIsKilledIsNamedThroughARing) {
 }
 
 /// In a run of ring-kv, when it has sent the first of its keys and not yet the second: the step is
-/// named too, by who waits for it there or in a later one.
+/// also named, by a rank that waits for it there or in a later one.
 TEST_P(Faults, ARankThatIsKilledInMidRingIsNamedWithTheStep) {
   const int size = GetParam(), victim = size / 2;
   if (size < 3) GTEST_SKIP() << "a ring of two has one step";
@@ -620,7 +620,7 @@ TEST_P(Faults, ARankThatIsKilledInMidRingIsNamedWithTheStep) {
     stumbling->stumble_at(2);  // a step is one shift, of keys and values
     try {
       run();
-      std::this_thread::sleep_for(3s);  // who has all keys hears of it from those who wait for them
+      std::this_thread::sleep_for(3s);  // a rank with all keys learns of it from the waiting ones
       world.barrier("the end");
     } catch (const RankError& error) {
       if (error.rank() == victim && error.step().starts_with("ring of keys, step ")) return true;

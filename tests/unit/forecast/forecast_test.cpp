@@ -1,4 +1,4 @@
-// What is predicted of a run, and what "auto" makes of it.
+// The predictions for a run, and the choice of "auto".
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ const Forecast& of(const std::vector<Forecast>& all, const std::string& name) {
   throw std::runtime_error("no strategy " + name);
 }
 
-/// Prefill of as many rows as keys, queries and keys dealt alike.
+/// Prefill of as many rows as keys, with queries and keys in the same layout.
 Options prefill(std::int64_t keys, int ranks, Layout layout) {
   return {.heads = 8,
           .kv_heads = 8,
@@ -48,8 +48,8 @@ TEST(Forecast, KnowsHowEvenTheWorkIs) {
         if (!f.refusal.empty()) continue;
         EXPECT_NEAR(f.balance, 1, 0.03) << f.strategy->name;
       }
-    // The last of P contiguous shares of the rows sees (2 P - 1) / P^2 of all tiles, and so is the
-    // first share of the keys seen.
+    // The last of P contiguous shares of the rows sees (2 P - 1) / P^2 of all tiles, and the first
+    // share of the keys is seen by as many.
     for (const Forecast& f : forecast_of(prefill(kKeys, ranks, Layout::contiguous), ranks)) {
       if (f.balance == 1) continue;
       EXPECT_NEAR(f.balance, (2.0 * ranks - 1) / ranks, 0.01) << f.strategy->name;
@@ -170,7 +170,7 @@ TEST(Forecast, TheBalanceIsOfVisibleTiles) {
   }
 }
 
-/// Of more tiles than are looked at, some stand for the others.
+/// Of more tiles than are counted, some represent the others.
 TEST(Forecast, TheBalanceOfLongSharesIsNearThatOfAllTiles) {
   constexpr std::int64_t kKeys = 3'000'000;
   for (const std::int64_t window : {std::int64_t{0}, std::int64_t{50'000}})
@@ -178,7 +178,7 @@ TEST(Forecast, TheBalanceOfLongSharesIsNearThatOfAllTiles) {
       Options options = prefill(kKeys, 2, layout);
       options.mask.window = window;
       const auto all = forecast_of(options, 2);
-      // Rows of neighbouring tiles see nearly the same, so one row in each tells.
+      // Rows of neighbouring tiles see nearly the same keys, so one row in each is enough.
       const auto sampled = [&](bool by_keys) {
         double most = 0, sum = 0;
         for (int rank = 0; rank < 2; ++rank) {
@@ -277,7 +277,7 @@ TEST(Forecast, FarRanksAreHeardByTheLinkBetweenNodes) {
   }
 }
 
-/// Constants as two to four H100s have them where every run is launched by itself.
+/// Constants of two to four H100s where every run is launched by itself.
 Machine gpus() {
   Machine machine = built_in_machine(Device::cuda);
   machine.call_s = 2.5e-5;
@@ -286,7 +286,7 @@ Machine gpus() {
   return machine;
 }
 
-/// What GPUs write into each other's buffers waits for no collective.
+/// Data that GPUs write into each other's buffers wait for no collective.
 TEST(Forecast, PeerBuffersHaveALatencyOfTheirOwn) {
   Machine machine = gpus();
   machine.latency_s = 1;
@@ -415,8 +415,8 @@ TEST(Choose, DecodeOverLongCachesMovesStates) {
     EXPECT_STREQ(choose_strategy(options, 4, built_in_machine(device)).name, "gather-states");
 }
 
-/// Measured on H100s: 96 us for 4,096 tokens of 8/1 heads by gather-kv on two, which took 344 by
-/// collectives. Of the others bench/results/context_parallel-h200x2 and -h200x4 have the times.
+/// Measured on H100s: 96 us for 4,096 tokens of 8/1 heads by gather-kv on two, and 344 us by
+/// collectives. For the others bench/results/context_parallel-h200x2 and -h200x4 have the times.
 TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
   const auto choice = [](std::int64_t keys, int ranks, int heads, int kv_heads) {
     Options options = prefill(keys, ranks, Layout::zigzag);

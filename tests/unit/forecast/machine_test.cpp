@@ -1,5 +1,5 @@
-// The constants of a machine: a file gives back what was written, and what makes no sense is
-// refused with the file's name.
+// The constants of a machine: a file returns what was written, and invalid values are refused with
+// the file's name.
 #include "longspan/machine.hpp"
 
 #include <gmock/gmock.h>
@@ -48,7 +48,7 @@ TEST(Machine, ATextSaysWhenItWasMeasured) {
   EXPECT_THAT(shown, AllOf(::testing::StartsWith("today??[2Jxxx"), ::testing::EndsWith("x...")));
 }
 
-/// A file that `longspan calibrate` wrote before it told two latencies apart goes on to serve.
+/// A file that `longspan calibrate` wrote before it separated two latencies still works.
 TEST(Machine, AnOlderTextHasOneLatency) {
   std::string text = to_text(built_in_machine(Device::cuda));
   const std::size_t line = text.find("peer_latency_s");

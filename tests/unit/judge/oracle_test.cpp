@@ -1,4 +1,4 @@
-// Which keys the oracle says that a row sees, against the definition, key by key.
+// The keys that a row sees by the oracle, against the definition, key by key.
 #include "launcher/judge/oracle.hpp"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// What may be lost of a lse, held against tensor cores emulated bit by bit: they stay within it,
-// come near to it, and what is wrong does not.
+// The bound of a lse's error, compared with tensor cores emulated bit by bit: right values stay
+// within it and come near it, wrong ones exceed it.
 #include "tests/support/rounding.hpp"
 
 #include <gtest/gtest.h>
@@ -75,7 +75,7 @@ double error_of(const TensorCore& core, const Row& row) {
   return std::abs(lse_of(emulated(core, row.q, row.keys) * row.scale) - row.lse);
 }
 
-/// The largest share of what may be lost of a product of q and a key.
+/// The largest share of the bound of a product of q and a key.
 double share_lost(const TensorCore& core, const Row& row) {
   const Eigen::ArrayXd off = emulated(core, row.q, row.keys) - (row.keys * row.q).array();
   return (off.abs() / core.lost(row.q, row.keys)).maxCoeff();
@@ -127,7 +127,7 @@ TEST(LseBound, FindsShortSums) {
   });
 }
 
-/// A scale off by 2^-12 of itself, and a key left out: the heaviest; any, where scores are of
+/// A scale off by 2^-12 of itself, and a key left out: the heaviest, or any where scores are of
 /// order 1.
 TEST(LseBound, FindsWrongScalesAndKeys) {
   const unsigned seed = fresh_seed();

@@ -1,4 +1,4 @@
-// Queries and results as models hold them, on the host.
+// Queries and results in a model's layout, on the host.
 #include "tests/support/batch_rows_tests.hpp"
 
 namespace longspan::tests {

@@ -1,5 +1,5 @@
-// What host code asks of a kernel follows what its code was compiled for, not the GPU: on a GPU of
-// 9.0 that runs code of 8.0, decode waited for ever for bytes that nobody had asked for.
+// The host's questions about a kernel are answered by the code that was compiled, not by the GPU:
+// on a GPU of 9.0 that ran code of 8.0, decode waited for ever for bytes that were never requested.
 #include "kernels/cuda/common/code.hpp"
 
 #include <gtest/gtest.h>
@@ -9,14 +9,14 @@ namespace {
 
 struct Case {
   int gpu;           // compute capability, 10 x major + minor
-  int compiled_for;  // as cudaFuncAttributes::ptxVersion says it
-  bool sm90_code;    // asks TMA, waits for the kernels before it
+  int compiled_for;  // in the form of cudaFuncAttributes::ptxVersion
+  bool sm90_code;    // uses TMA, waits for the kernels before it
   bool hoppers;      // where the build has code for sm_90a
 };
 
 constexpr Case kCases[] = {
     {80, 80, false, false},  {86, 80, false, false},  {89, 80, false, false},
-    {90, 90, true, true},    {90, 80, false, false},  // PTX of 8.0 alone, or CUDA_FORCE_PTX_JIT
+    {90, 90, true, true},    {90, 80, false, false},  // only PTX of 8.0, or CUDA_FORCE_PTX_JIT
     {90, 89, false, false},  {100, 100, true, false}, {100, 90, true, false},
     {100, 80, false, false}, {103, 100, true, false}, {120, 80, false, false},
     {120, 100, true, false}, {120, 120, true, false},

@@ -1,4 +1,4 @@
-// Keys to rows side by side, on the host.
+// Copies keys to rows side by side, on the host.
 #include "tests/support/copy_keys_tests.hpp"
 
 namespace longspan::tests {

@@ -1,7 +1,7 @@
-// The protocol of the exchange kernels (kernels/cuda/exchange/exchange.cu) on processor threads:
-// ranks that push words into each other's peer buffers, which are their own flags, in one trip and
-// in two, and no barrier anywhere. It shows that copies of each buffer are enough, and that one is
-// not. The kernels themselves are tried on GPUs by exchange_test.
+// The protocol of the exchange kernels (kernels/cuda/exchange/exchange.cu) on CPU threads: ranks
+// that push words into each other's peer buffers, where the words are their own flags, in one trip
+// and in two, and without a barrier. It shows that copies of each buffer are enough, and that one
+// is not. exchange_test tries the kernels themselves on GPUs.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -27,23 +27,22 @@ constexpr int kMostCopies = 3;
 enum class Way { one_trip, two_trips };
 constexpr Way kWays[] = {Way::one_trip, Way::two_trips};
 
-/// A peer buffer: words by copy, sender, block, 0 at rest. All is relaxed, as the kernel's stores
-/// are plain. The header, a word by copy and sender, is what every rank has of every other in each
-/// exchange, whatever else travels.
+/// A peer buffer: words by copy, sender, block, 0 at rest. All is relaxed, as the kernel's plain
+/// stores are. The header, a word by copy and sender, comes from every rank to every other in each
+/// exchange, with any data.
 struct PeerBuffer {
   using Words = std::atomic<std::uint32_t>[kMostCopies][kRanks][kBlocks][kWords];
   Words states, results;
   std::atomic<std::uint32_t> header[kMostCopies][kRanks];
 };
 
-/// What rank `rank` says in an exchange.
+/// The message of rank `rank` in an exchange.
 std::uint32_t word_of(int rank, int block, int i, std::uint32_t epoch) {
   return epoch * 2654435761u + static_cast<std::uint32_t>(rank * 1009 + block * 101 + i);
 }
 
-/// Rank 0 is slow: it looks at the headers, and puts what it has read back to rest, only when the
-/// next exchange has overtaken it, or after `slow` looks at whether it has. Nobody waits for longer
-/// than `patience`.
+/// Rank 0 is slow: it reads the headers, and resets the words that it has read, only after the next
+/// exchange has overtaken it, or after `slow` checks for that. No wait is longer than `patience`.
 class Model {
  public:
   Model(int copies, std::uint32_t first_epoch, int slow = 20,
@@ -54,7 +53,7 @@ class Model {
         patience_(patience),
         peer_buffers_(kRanks) {}
 
-  /// Wrong words that anybody read in so many exchanges, of the given ways in turn.
+  /// The number of wrong words that were read in this many exchanges, in the given ways in turn.
   long run(int exchanges, const std::vector<Way>& ways) {
     std::atomic<long> wrong{0};
     std::vector<std::thread> ranks;
@@ -106,7 +105,7 @@ class Model {
                                                   std::memory_order_relaxed);
   }
 
-  /// Waits for the words of a rank in a peer buffer of `rank`, and puts them back to rest; how many
+  /// Waits for the words of a rank in a peer buffer of `rank`, and resets them; returns how many
   /// are wrong.
   long take(PeerBuffer::Words& words, int rank, int from, int block, std::uint32_t epoch) {
     long wrong = 0;
@@ -115,7 +114,7 @@ class Model {
       std::uint32_t bits = 0;
       wait([&] { return (bits = word.load(std::memory_order_relaxed)) != 0; });
       wrong += bits != sent(word_of(from, block, i, epoch));
-      // With one copy it may be put to rest after the next one has come.
+      // With one copy it may be reset after the next one has come.
       dawdle(rank, [&] { return word.load(std::memory_order_relaxed) != bits; });
       word.store(0, std::memory_order_relaxed);
     }
@@ -131,7 +130,7 @@ class Model {
     return wrong;
   }
 
-  /// There are rows of the first two ranks only: the others get results and no states.
+  /// Only the first two ranks have rows: the others get results and no states.
   long two_trips(int rank, int block, std::uint32_t epoch) {
     constexpr int kOwners = 2;
     long wrong = 0;
@@ -155,7 +154,7 @@ class Model {
       std::this_thread::yield();
   }
 
-  /// Until it is there, or somebody's patience has ended.
+  /// Until it has come, or a thread's patience has ended.
   template <class There>
   void wait(const There& there) {
     const auto begin = std::chrono::steady_clock::now();
@@ -177,7 +176,7 @@ class Model {
 TEST(ExchangeProtocol, TwoCopiesAreEnough) {
   for (const Way way : kWays) {
     EXPECT_EQ(Model(2, 0).run(400, {way}), 0);
-    EXPECT_EQ(Model(2, 0, 1 << 10).run(10, {way}), 0);  // slow as the one below that fails
+    EXPECT_EQ(Model(2, 0, 1 << 10).run(10, {way}), 0);  // as slow as the failing one below
   }
 }
 
@@ -191,8 +190,8 @@ TEST(ExchangeProtocol, EpochsMayWrap) {
             0);
 }
 
-/// A word that is put to rest after the next one has come, or a header that the next one covers, is
-/// waited for in vain.
+/// A wait does not end for a word that is reset after the next one has come, or for a header that
+/// the next one overwrites.
 TEST(ExchangeProtocol, OneCopyIsNotEnough) {
   for (const Way way : kWays)
     EXPECT_GT(Model(1, 0, 1 << 20, std::chrono::seconds(2)).run(400, {way}), 0);

@@ -1,4 +1,5 @@
-// The host's attention against float64: shapes, masks, types, layouts, and what must never leak.
+// The host's attention against float64: shapes, masks, types, layouts, and values that must not
+// leak.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -113,7 +114,7 @@ TEST_F(HostAttend, LargeScores) {
   EXPECT_LT(error.worst_lse, 2e-6);  // relative
 }
 
-// Where no row of the sequence looks, memory may hold anything.
+// Memory that no row of the sequence sees may hold anything.
 TEST_F(HostAttend, UnseenKeysMayBeAnything) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
     HostProblem problem(
@@ -133,7 +134,7 @@ TEST_F(HostAttend, UnseenKeysMayBeAnything) {
   }
 }
 
-// More than the contract asks: a row is clean of every key that it does not see itself.
+// Stricter than the contract: a row is not affected by any key that it does not see itself.
 TEST_F(HostAttend, KeysOfOtherRowsStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
     HostProblem problem({.query_len = {100}, .kv_len = {300}, .mask = {.causal = true}},

@@ -1,6 +1,6 @@
-// Products of bf16 by the processor's own instructions (DTypes::bf16_products): as exact as weights
-// in bf16 allow, each feature, each layout, and the same bits for any ranks, threads and
-// neighbours. On a machine without the instructions the option changes no bit, and that alone is
+// Products of bf16 by the CPU's own instructions (DTypes::bf16_products): as exact as weights in
+// bf16 allow, with each feature and each layout, and the same bits for any ranks, threads and
+// neighbours. On a machine without the instructions the option changes no bit, and only that is
 // tested.
 #include "kernels/host/targets.hpp"
 //
@@ -33,7 +33,7 @@ class HostBf16 : public ::testing::Test {
   }
 
   /// Weights rounded to bf16 are off by at most 2^-9 of themselves, and at random by 0.6 * 2^-9; an
-  /// lse is of weights that are not rounded.
+  /// lse comes from weights that are not rounded.
   static void expect_right(const HostProblem& problem, const Result& result,
                            const std::vector<float>* sinks = nullptr) {
     const HostProblem::Error error = problem.error(result, sinks);
@@ -141,7 +141,7 @@ TEST_F(HostBf16, SameBitsOnEveryNumberOfRanksAndThreads) {
       }
       for (const int threads : {1, 3, 16})
         EXPECT_TRUE(problem.run(*kernels::host_backend(threads), {rule}).same_bits(one)) << threads;
-      // By shares of the rows, which are other neighbours in a tile, and few of them.
+      // By shares of the rows, which have other neighbours in a tile, and few of them.
       for (const int ranks : {2, 32})
         EXPECT_TRUE(
             problem.run_by_rows(*backend_, {rule}, Shard::striped(0, 0, ranks)).same_bits(one))
@@ -150,7 +150,7 @@ TEST_F(HostBf16, SameBitsOnEveryNumberOfRanksAndThreads) {
   }
 }
 
-// Tiles that share keys which are packed ahead, in rounds, and tiles that pack for themselves:
+// Tiles that share keys which were packed before, in rounds, and tiles that pack for themselves:
 // those of few rows, and those of a sequence that is too long.
 TEST_F(HostBf16, SameBitsHoweverKeysArePacked) {
   const int dim = 512;
@@ -201,7 +201,7 @@ TEST_F(HostBf16, ListedInAnyOrder) {
   }
 }
 
-// What a row does not see may be NaN or infinite, though other rows of its block see it.
+// Keys that a row does not see may be NaN or infinite, though other rows of its block see them.
 TEST_F(HostBf16, KeysOfOtherRowsStayAway) {
   HostShape shape = bf16_shape(128, 128);
   shape.mask.causal = true;

@@ -1,5 +1,5 @@
-// What serving engines ask of attention, on the host against float64: each feature alone, all
-// together, on 1, 2 and 4 shards.
+// The options of serving engines, on the host against float64: each feature alone, all together, on
+// 1, 2 and 4 shards.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -56,7 +56,7 @@ HostShape mixed() {
   return {.query_len = {37, 1, 70, 0}, .kv_len = {300, 421, 70, 33}, .mask = {.causal = true}};
 }
 
-/// Everything that may be on at once.
+/// All features that can be combined.
 HostShape everything() {
   HostShape s = mixed();
   s.dtype = bf16;
@@ -346,7 +346,8 @@ TEST_F(HostFeatures, SoftcapFarAboveTheCap) {
   }
 }
 
-// A bias of -inf hides a key from a row, whatever the key holds; with no other the row is empty.
+// A bias of -inf hides a key from a row, whatever the key holds; without other keys the row is
+// empty.
 TEST_F(HostFeatures, HiddenKeysStayAway) {
   for (float poison : {kNan, std::numeric_limits<float>::infinity()}) {
     HostShape shape{.query_len = {12}, .kv_len = {200}, .mask = {.causal = true}, .qq = true};
@@ -432,7 +433,7 @@ TEST_F(HostFeatures, AnyStridesOfQueries) {
       ASSERT_EQ(finish(state.stats(0)[row])(state.o(0, row)[c]), result.out[row * dim + c]);
 }
 
-// Neither their states are written nor their table entries read, which lead outside here.
+// Their states are not written, nor their table entries read, which are out of range here.
 TEST_F(HostFeatures, SkippedSequencesAreNotTouched) {
   HostShape shape = mixed();
   shape.page = 16;
@@ -463,7 +464,7 @@ TEST_F(HostFeatures, Tf32ChangesNothing) {
   EXPECT_NO_THROW(backend_->check(p));
 }
 
-// Weights rounded to e4m3 are nothing that the host does, and it says so.
+// The host does not round weights to e4m3, and reports it.
 TEST_F(HostFeatures, Fp8ProductsAreRefused) {
   HostProblem problem({}, fresh_seed());
   auto p = problem.params(Shard::contiguous(300, 0, 1), {}, 0);

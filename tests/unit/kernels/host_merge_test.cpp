@@ -216,7 +216,7 @@ TEST_F(HostMerge, MapsPlacesAndStarts) {
     }
   }
 
-  // Of the ranks of a node, rows stand in what the node has of each sequence.
+  // For the ranks of a node, positions are those within the node's part of each sequence.
   for (const Shard& shard : {Shard::striped(16, 0, 6), Shard::zigzag(16, 0, 6)})
     for (int first = 0; first < 6; first += 2) {
       kernels::MapParams p;

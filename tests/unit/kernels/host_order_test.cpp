@@ -20,7 +20,7 @@ HostShape few_rows(std::int32_t kv_len) {
 
 class HostOrder : public ::testing::Test {
  protected:
-  /// judge(result, target): the problem on every instruction set that this processor has.
+  /// judge(result, target): the problem on every instruction set that this CPU has.
   template <class Judge>
   void on_every_instruction_set(HostProblem& problem, const Judge& judge) {
     for (std::int64_t target : hwy::SupportedAndGeneratedTargets()) {
@@ -69,7 +69,7 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
   }
 }
 
-// Otherwise the test above could not fail: another cut of the same keys gives other bits.
+// The test above can fail: another cut of the same keys gives other bits.
 TEST_F(HostOrder, OtherCutsAreExactWithOtherBits) {
   HostProblem problem(few_rows(5000), fresh_seed());
   const Result one = problem.run(*backend_);
@@ -97,8 +97,8 @@ TEST_F(HostOrder, SameBitsOnEveryNumberOfThreads) {
   }
 }
 
-/// Rows [first, first + count) of a problem's one sequence, as a problem whose rows stand where
-/// they stood: fewer keys follow them.
+/// Rows [first, first + count) of a problem's one sequence, as a problem whose rows keep their
+/// positions: fewer keys follow them.
 HostProblem some_rows(const HostProblem& whole, std::int32_t first, std::int32_t count) {
   HostShape shape = whole.shape;
   const std::int32_t after = whole.shape.query_len[0] - first - count;
@@ -212,7 +212,7 @@ TEST_F(HostOrder, EveryInstructionSetReadsEveryFp8Code) {
   }
 }
 
-// With one key the result is its values, so each code of an fp8 shows what became of it.
+// With one key the result is its values, so each code of an fp8 shows its conversion.
 TEST_F(HostOrder, EveryCodeOfFp8OnEveryInstructionSet) {
   for (const DType kv_dtype : {e4m3, e5m2})
     for (const int dim : {16, 32, 64, 128, 256})

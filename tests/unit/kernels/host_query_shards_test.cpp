@@ -1,4 +1,4 @@
-// A rank's share of the query rows, on the host: masks and biases go by where a row stands in its
+// A rank's share of the query rows, on the host: masks and biases depend on a row's position in its
 // sequence, for every layout of the rows against every layout of the keys. Against float64, and
 // with the bits of all rows at once.
 #include <gtest/gtest.h>
@@ -115,7 +115,7 @@ TEST_F(QueryShards, KeysInAnyOrder) {
     EXPECT_TRUE(is_close(problem.error(problem.run_by_rows(*backend_, shards, rows))));
 }
 
-/// Without arrays the length of the shard says how many rows all ranks have.
+/// Without arrays the length of the shard is the number of rows of all ranks.
 TEST_F(QueryShards, OneSequenceByItsLength) {
   HostProblem problem({.query_len = {50}, .kv_len = {80}, .mask = {.causal = true}}, fresh_seed());
   const Result whole = problem.run(*backend_);

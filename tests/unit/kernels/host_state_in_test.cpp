@@ -80,8 +80,8 @@ TEST_F(HostStateIn, Features) {
     }
 }
 
-// A state that a row keeps is kept to the bit, NaN in it too, and a sequence that is left out has
-// its own untouched.
+// A state that a row keeps is kept to the bit, also with NaN in it, and that of a skipped sequence
+// is unchanged.
 TEST_F(HostStateIn, RowsWithoutKeysKeepTheirState) {
   const HostShape shape{.query_len = {4, 1}, .kv_len = {40, 50}, .skip_decode = true};
   HostProblem problem(shape, fresh_seed());

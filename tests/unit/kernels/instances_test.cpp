@@ -1,5 +1,5 @@
-// The shared memory of every instance of the attention kernels against what GPUs give a thread
-// block. 8.6, 8.9 and 12.0 give 99 KB, and head dims above 128 had no instance that fits: making a
+// The shared memory of every instance of the attention kernels against the limit of a GPU's thread
+// block. 8.6, 8.9 and 12.0 have 99 KB, and head dims above 128 had no instance that fits: making a
 // layer ended with a bare CUDA error.
 #include "kernels/cuda/dispatch/instances.hpp"
 
@@ -24,8 +24,8 @@ constexpr bool all_fit() {
 static_assert(all_fit(), "an instance fits no GPU that it is for");
 static_assert(kEnoughBytes == kAmpere);
 
-/// Gives the instance that the table of families chooses where blocks have so many bytes, for rows
-/// that are the family's where its instances fit; null where none does.
+/// The instance that the table of families chooses where blocks have this many bytes, for rows that
+/// are the family's where its instances fit; null where none does.
 const Instance* serving_instance(Family family, Loader loader, int head_dim, int value_dim,
                                  std::int64_t rows, int block_bytes) {
   AttendParams p;
@@ -43,7 +43,7 @@ const Instance* serving_instance(Family family, Loader loader, int head_dim, int
   return found != nullptr ? instance_for(found->id, p, kind) : nullptr;
 }
 
-/// What may be asked of the families, and what it gets.
+/// Requests to the families, and the resulting instances.
 template <class Look>
 void for_all(const Look& look) {
   for (const Family family : {Family::decode, Family::portable, Family::fp32, Family::tf32})
@@ -66,7 +66,7 @@ TEST(Instances, EveryCallHasOneThatFitsEveryGpu) {
       ASSERT_NE(found, nullptr) << "in " << block;
       EXPECT_LE(found->bytes, block);
       EXPECT_GE(found->dim, dim);
-      // Decode alone writes new keys, whatever the GPU; fp32 that is not plain reads anything.
+      // Only decode writes new keys, on any GPU; fp32 that is not plain reads anything.
       EXPECT_EQ(found->family == Family::decode, family == Family::decode);
       EXPECT_TRUE(found->loader == loader ||
                   (found->family == Family::fp32 && found->loader == Loader::any16));

@@ -1,5 +1,5 @@
-// Which CUDA kernels serve, and how much scratch they are promised, on GPUs that are given by
-// numbers: nothing here runs a kernel.
+// Which CUDA kernels run, and how much scratch they get, on GPUs given by numbers: no kernel runs
+// here.
 #include "kernels/cuda/dispatch/families.hpp"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ constexpr Architecture kArchitectures[] = {{80, 108, 164 * 1024, 163 * 1024},
                                            {90, 132, 228 * 1024, 227 * 1024},
                                            {100, 148, 228 * 1024, 227 * 1024}};
 
-/// Stands for the kernel of an instance: the sizes of a build, in numbers near those of real ones.
+/// Replaces the kernel of an instance: the sizes of a build, in numbers near those of real ones.
 KernelShape shape_of(const Instance& instance, const AttendParams& p, Lengths lengths) {
   const bool decodes = instance.family == Family::decode;
   const bool fixed_order =
@@ -60,7 +60,7 @@ Gpu gpu_of(const Architecture& a, bool hopper_code = true) {
                                                   : blocks_of<100 * 1024>};
 }
 
-/// Draws limits as layers and calls have them, and runs inside of them.
+/// Draws limits like those of layers and calls, and runs within them.
 class Draw {
  public:
   explicit Draw(unsigned seed) : random_(seed) {}
@@ -141,8 +141,9 @@ std::string described(const AttendParams& p) {
          ", parts " + std::to_string(p.parts.count);
 }
 
-// A smaller run can take more than the largest one: another instance, another family where its rows
-// lie otherwise, or more splits. So the limits' bound is no run's need.
+// A smaller run can need more scratch than the largest one: another instance, another family where
+// its rows have another layout, or more splits. So the limits' bound is not the need of any one
+// run.
 TEST(KernelFamilies, TheBoundHoldsForEveryRunWithinLimits) {
   constexpr int kLimits = 4000, kRuns = 25;
   int beyond_the_largest = 0;

@@ -1,4 +1,4 @@
-// Keys from a place of any form to another, on the host.
+// Moves keys from a place of any form to another, on the host.
 #include "tests/support/move_keys_tests.hpp"
 
 namespace longspan::tests {

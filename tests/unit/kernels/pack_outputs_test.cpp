@@ -1,4 +1,4 @@
-// A part to where it travels from, on the host.
+// Copies a part to the place that it is sent from, on the host.
 #include "tests/support/pack_outputs_tests.hpp"
 
 namespace longspan::tests {

@@ -1,4 +1,4 @@
-// States to where they travel from, on the host.
+// Copies states to the place that they are sent from, on the host.
 #include "tests/support/pack_states_tests.hpp"
 
 namespace longspan::tests {

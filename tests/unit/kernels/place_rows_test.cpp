@@ -1,4 +1,4 @@
-// Rows to their places, on the host.
+// Copies rows to their places, on the host.
 #include "tests/support/place_rows_tests.hpp"
 
 namespace longspan::tests {

@@ -1,6 +1,6 @@
-// The pools of the host kernels: every item once, whoever takes it; one set of threads in a
-// process, whoever asks for it; and where the system starts fewer threads than were asked for, a
-// pool of fewer, not a hang.
+// The pools of the host kernels: every item once, on any thread; one set of threads in a process,
+// for all callers; and where the system starts fewer threads than requested, a smaller pool, not a
+// hang.
 #include "kernels/host/thread_pool.hpp"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ TEST(ThreadPool, EveryItemOnce) {
   }
 }
 
-// Short runs behind each other find the workers awake, falling asleep, or asleep.
+// Short runs after each other find the workers awake, falling asleep, or asleep.
 TEST(ThreadPool, ShortRuns) {
   ThreadPool pool(4);
   std::atomic<int> sum = 0;
@@ -64,7 +64,7 @@ int threads_of_process() {
       std::distance(fs::directory_iterator("/proc/self/task"), fs::directory_iterator()));
 }
 
-/// Once each had threads of its own, and 16 layers 240 of them.
+/// Each used to have its own threads, and 16 layers 240 of them.
 TEST(ThreadPool, LayersOfAProcessShareItsThreads) {
   const int before = threads_of_process();
   {
@@ -82,7 +82,7 @@ TEST(ThreadPool, LayersOfAProcessShareItsThreads) {
   EXPECT_EQ(threads_of_process(), before);
 }
 
-/// Several threads run at once, by one pool and by several, some of them from within an item.
+/// Several threads run at once, by one pool and by several, some of them from inside an item.
 TEST(ThreadPool, NoRunWaitsForAnother) {
   const ThreadPool shared(3);
   std::atomic<int> met = 0, done = 0;
@@ -161,7 +161,7 @@ long address_space() {
   return pages * sysconf(_SC_PAGESIZE);
 }
 
-/// A child with room for the stacks of some threads. A deadline of its own ends it where it hangs.
+/// A child with room for the stacks of some threads. Its own deadline ends it where it hangs.
 TEST(ThreadPool, MakesDoWithTheThreadsThatStart) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
@@ -173,7 +173,7 @@ TEST(ThreadPool, MakesDoWithTheThreadsThatStart) {
     ThreadPool pool(4000);
     if (pool.size() >= 4000) _exit(11);
     if (!works(pool)) _exit(12);
-    // What is left is enough to work with.
+    // The rest is enough to work with.
     std::vector<char> memory(64 << 20, 1);
     _exit(memory.back() == 1 ? 0 : 13);
   }

@@ -1,5 +1,5 @@
 // One element of each type: every fp8, fp16 and bf16 code to fp32 and back, rounding beside every
-// tie, saturation, NaN. The judge of 16 bits is Eigen, that of fp8 is the format's definition in
+// tie, saturation, NaN. 16 bits are compared with Eigen, fp8 with the format's definition in
 // double.
 #include <gtest/gtest.h>
 
@@ -127,7 +127,7 @@ TEST(Element, SixteenBitsOverflowToInfinityAndNanStays) {
   EXPECT_EQ(widened(fp16, narrowed(fp16, -1e30f)), -kInfinity);
   EXPECT_EQ(widened(bf16, narrowed(bf16, std::numeric_limits<float>::max())), kInfinity);
   for (DType dtype : {fp32, fp16, bf16, e4m3, e5m2}) {
-    // Also those whose mantissa has low bits alone, which a truncation would turn into infinity.
+    // Also those whose mantissa has only low bits, which a truncation would turn into infinity.
     for (std::uint32_t bits : {0x7fc00000u, 0x7f800001u, 0xff800001u, 0xffffffffu})
       EXPECT_TRUE(std::isnan(widened(dtype, narrowed(dtype, std::bit_cast<float>(bits)))));
     EXPECT_EQ(narrowed(dtype, 0.0f), 0u);

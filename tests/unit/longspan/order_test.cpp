@@ -1,5 +1,5 @@
 // The fixed order, against the contract's own words: which segments meet in which merge must not
-// depend on the number of ranks. A state is written as text, and merging writes brackets.
+// depend on the number of ranks. A state is a text, and merging writes brackets.
 #include "longspan/order.hpp"
 
 #include <gtest/gtest.h>
@@ -53,7 +53,7 @@ std::string by_contract(std::int64_t n, std::int64_t unit) {
   return states[0];
 }
 
-/// What ranks do: each folds its leaves, then the gathered states fold by place.
+/// The work of ranks: each folds its leaves, then the gathered states fold by place.
 std::string by_ranks(std::int64_t keys, int ranks, std::int64_t unit) {
   std::vector<std::string> gathered(std::size_t{1} << log2_ceil(ranks));
   for (int r = 0; r < ranks; ++r) {

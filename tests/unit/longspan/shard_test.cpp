@@ -1,4 +1,4 @@
-// Every key of a sequence stands on exactly one rank, whatever the layout, length and ranks.
+// Every key of a sequence is on exactly one rank, for any layout, length and ranks.
 #include "longspan/shard.hpp"
 
 #include <gtest/gtest.h>

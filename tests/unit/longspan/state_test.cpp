@@ -35,7 +35,7 @@ bool same_bits(State a, State b) {
          (is_empty(a.stats) || (same_bits(a.stats.max, b.stats.max) && same_bits(a.o, b.o)));
 }
 
-/// A score's max from -1e30 to 1e30, most of them of order 1; sums from 1 to 1e6, as kernels give.
+/// A score's max from -1e30 to 1e30, most of order 1; sums from 1 to 1e6, as in kernels.
 rc::Gen<State> arbitrary_state() {
   return rc::gen::map(
       rc::gen::resize(
@@ -80,7 +80,7 @@ RC_GTEST_PROP(State, MergeIsAssociativeWithinRounding, ()) {
   RC_ASSERT(is_empty(left.stats) == is_empty(right.stats));
   if (is_empty(left.stats)) return;
   RC_ASSERT(same_bits(left.stats.max, right.stats.max));
-  // The operands of o cancel, so its rounding is relative to what was added, not to the sum.
+  // The operands of o cancel, so its rounding is relative to the operands, not to the sum.
   float size = 0.0f;
   for (const State& s : {a, b, c})
     if (!is_empty(s.stats)) size += std::fabs(s.o) * std::exp2(s.stats.max - left.stats.max);
@@ -138,8 +138,8 @@ TEST(State, ImportNamesItsBase) {
   EXPECT_NEAR(finish(import_lse(0.7f, LogBase::two)).lse, 0.7 * std::log(2.0), 1e-6);
 }
 
-/// Base 2 has no number for a natural score past 2.3e38, and no infinity stands for one: two of
-/// them would differ by NaN.
+/// Base 2 cannot represent a natural score past 2.3e38, and infinity must not replace one: the
+/// difference of two of them would be NaN.
 TEST(State, AFiniteScoreOfAnySizeIsFiniteInBaseTwo) {
   constexpr float kMost = std::numeric_limits<float>::max();
   for (const float score : {2.5e38f, 3e38f, kMost})

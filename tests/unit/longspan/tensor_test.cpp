@@ -1,4 +1,4 @@
-// What a Tensor says of itself.
+// The properties of a Tensor.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -41,8 +41,8 @@ class MalformedReshard : public Malformed {
     to_table_ = m.table;
     return {.from = cache(m.k, m.v, m.table), .to = cache(to_k_, to_v_, to_table_)};
   }
-  /// Moves; what is refused has written nothing. Where the two caches lie in each other's place,
-  /// what was read has been written.
+  /// Moves; a refused move has written nothing. Where the two caches share memory, what was read
+  /// has been written.
   void attempt_move(Memory& m, Reshard& move, const ReshardArgs& a, bool in_place) {
     const int refused = refused_;
     const std::vector<float> k = m.k, v = m.v;

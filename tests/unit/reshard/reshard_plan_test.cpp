@@ -1,5 +1,5 @@
-// The plan of a reshard, as laws: the runs of all pairs of ranks have every key once, at the place
-// that both layouts give it, and both ranks of a pair list the same keys in the same order.
+// The plan of a reshard, as laws: the runs of all pairs of ranks have every key once, at its place
+// in both layouts, and both ranks of a pair list the same keys in the same order.
 #include "src/reshard/reshard_plan.hpp"
 
 #include <gtest/gtest.h>
@@ -113,7 +113,7 @@ TEST_F(ReshardPlanTest, PartsLieBehindEachOtherInOneBuffer) {
   }
 }
 
-/// Blocks stay whole, up to what one run may have.
+/// Blocks stay whole, up to the limit of one run.
 TEST_F(ReshardPlanTest, RunsAreAsLongAsPositionsAreConsecutive) {
   std::vector<kernels::KeyRun> runs;
   add_common_runs(Shard::interleaved(4096, 1, 4), Shard::contiguous(4096, 0, 2), 4096, 0, runs);

@@ -1,4 +1,4 @@
-// States in and out by ServingOps: keys in chunks of any cut, in any order, each call going on from
+// States in and out by ServingOps: keys in chunks of any cut, in any order, each call continuing
 // the state of those before, against float64 over all keys; what is refused, by name.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -28,7 +28,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// Memory of the caller, poisoned, with a tail that nobody may write.
+/// Memory of the caller, poisoned, with a tail that must not be written.
 class Guarded {
  public:
   explicit Guarded(std::size_t bytes) : bytes_(bytes), memory_(Device::host, bytes + kTail) {
@@ -93,7 +93,7 @@ class AttendStateTest : public ::testing::Test {
     if (HasFailure()) std::cerr << "seed " << seed << "\n";
   }
 
-  /// A call over the keys of `shard`, less keys and memory.
+  /// A call over the keys of `shard`, without keys and memory.
   AttendState args_of(HostProblem& p, const Shard& shard) {
     const HostShape& s = p.shape;
     AttendState a;
@@ -137,7 +137,7 @@ class AttendStateTest : public ::testing::Test {
     return Guarded(ops.state_bytes(p.tokens(), p.shape.heads, p.shape.dim));
   }
 
-  /// Keys of one shard onto a state, in a workspace of exactly what is asked for.
+  /// Keys of one shard onto a state, in a workspace of exactly the requested size.
   void attend(HostProblem& p, const Shard& shard, const Guarded& state, bool resume) {
     Local l = p.local(shard);
     AttendState a = args_of(p, shard);
@@ -291,9 +291,10 @@ TEST_F(AttendStateTest, ListedKeys) {
   }
 }
 
-// ---- what stands in a state ---------------------------------------------------------------------
+// ---- the contents of a state
+// ---------------------------------------------------------------------
 
-/// A chain may begin with calls that see no key, and end in them; all of it may be of no key.
+/// A chain may begin and end with calls that see no key; all of it may be without keys.
 TEST_F(AttendStateTest, CallsWithoutKeys) {
   const HostShape shape{.query_len = {4, 2}, .kv_len = {40, 0}, .mask = {.causal = true}};
   HostProblem p(shape, seed);
@@ -315,7 +316,7 @@ TEST_F(AttendStateTest, CallsWithoutKeys) {
 }
 
 /// A row that sees no key of a call keeps its state to the bit; a result changes no state, and a
-/// chain goes on after one.
+/// chain continues after it.
 TEST_F(AttendStateTest, AStateStaysUntilKeysCome) {
   const HostShape shape{.query_len = {6, 3}, .kv_len = {90, 70}};
   HostProblem p(shape, seed);
@@ -334,7 +335,7 @@ TEST_F(AttendStateTest, AStateStaysUntilKeysCome) {
   EXPECT_FALSE(is_close(p.error(part)));
   attend(p, chunk(2), state, true);
   EXPECT_TRUE(is_close(p.error(finish(p, state))));
-  attend(p, chunk(0), state, false);  // afresh: what stood there is gone
+  attend(p, chunk(0), state, false);  // afresh: the old contents are gone
   EXPECT_EQ(state.content(), before);
 }
 
@@ -427,8 +428,8 @@ TEST_F(AttendStateTest, ResultsOfAnyTypeAndPlace) {
     }
 }
 
-/// As one segment: max + ln(expsum) is the lse, output / expsum the result; and what
-/// reduce_segments makes of it.
+/// As one segment: max + ln(expsum) is the lse, output / expsum the result; and its result of
+/// reduce_segments.
 TEST_F(AttendStateTest, AStateIsHandedOut) {
   const HostShape shape{.query_len = {5, 1}, .kv_len = {90, 0}, .mask = {.causal = true}};
   HostProblem p(shape, seed);
@@ -555,7 +556,7 @@ TEST_F(AttendStateTest, TheWorkspaceNeedsShapesOnly) {
 
 // ---- refusals -----------------------------------------------------------------------------------
 
-/// A call that fits, and its memory.
+/// A valid call, and its memory.
 struct Call {
   std::vector<float> q = std::vector<float>(4 * 4 * 32, 0.5f);
   std::vector<float> keys = std::vector<float>(100 * 2 * 32, 0.25f), values = keys;
@@ -722,7 +723,7 @@ TEST_F(AttendStateTest, AttendRefusesByName) {
       attend_it);
 }
 
-/// As attend_state does: a table is looked at before anything is measured by it.
+/// As attend_state does: a table is checked before it is used.
 TEST_F(AttendStateTest, CheckRefusesTablesByName) {
   const auto check_it = [&](Call& c) { ops.check(c.a); };
   Call good(ops);
@@ -783,7 +784,7 @@ TEST_F(AttendStateTest, FinishAndExportRefuseByName) {
           {"segments.output is [4, 4, 1, 32]; [4, 4, segments, at least 40]",
            [](Call& c) {
              c.e.value_dim = 40;
-             c.e.state.bytes = 1 << 20;  // of somebody else, but nothing is read
+             c.e.state.bytes = 1 << 20;  // of another, but nothing is read
            }},
           {"state has 0 bytes", [](Call& c) { c.e.state = {}; }},
           {"output overlaps state", [](Call& c) { c.e.output.data = c.state.data(); }},
@@ -810,7 +811,7 @@ TEST_F(AttendStateTest, NoWorkspaceForSizesThatThereAreNot) {
     return a;
   }();
   EXPECT_EQ(ops.workspace_bytes(batch), call.workspace.bytes());
-  // The products of two extents are past 63 bits, in both directions, or hide a sign.
+  // The products of two extents overflow 63 bits, in both directions, or hide a sign.
   for (const auto& [dim, extent] : std::initializer_list<std::pair<int, std::int64_t>>{
            {0, kMost}, {0, -kMost}, {0, -2}, {0, kMost / 2}, {2, kMost}, {2, -2}, {1, kMost}}) {
     AttendState a = batch;

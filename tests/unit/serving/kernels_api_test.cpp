@@ -1,5 +1,5 @@
-// Class ServingOps: that its calls agree with each other, check on demand, and may come from
-// several threads. Against float64 they are judged in the tests of serving.
+// Class ServingOps: its calls agree with each other, check on demand, and may come from several
+// threads. The tests of serving compare them with float64.
 #include <atomic>
 #include <thread>
 
@@ -42,7 +42,7 @@ TEST(KernelsApi, ChecksOfSegmentsOnDemand) {
       q, [&] { q.kernels.check(r); }, text);
 }
 
-/// Calls are const, so that several threads may share a ServingOps. The thread sanitizer looks on.
+/// Calls are const, so that several threads may share a ServingOps. ThreadSanitizer checks this.
 TEST(KernelsApi, AppendsFromSeveralThreads) {
   const ServingOps kernels(Device::host, 2);
   constexpr int kThreads = 4, kRounds = 50;

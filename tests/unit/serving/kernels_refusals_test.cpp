@@ -6,7 +6,7 @@
 namespace longspan {
 namespace {
 
-/// What every attention over a paged cache refuses.
+/// The refusals of every attention over a paged cache.
 template <class Args>
 std::vector<Change<Args>> paged_refusals() {
   return {

@@ -1,4 +1,4 @@
-// The ends of a merge of states, on the host.
+// The edges of a merge of states, on the host.
 #include "tests/support/merge_states_tests.hpp"
 
 namespace longspan::tests {

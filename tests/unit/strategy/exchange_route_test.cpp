@@ -1,5 +1,5 @@
-// What the host works out for the kernels of an exchange: division by a product, who stands where
-// in the tree, and which rows are whose.
+// The host's preparations for the kernels of an exchange: division by a product, the ranks' places
+// in the tree, and the owners of rows.
 #include "kernels/cuda/exchange/exchange_route.hpp"
 
 #include <gtest/gtest.h>
@@ -58,7 +58,7 @@ TEST_P(Routes, EveryRankHasItsPlaceInTheTree) {
         EXPECT_EQ(r.peer_places >> place & 1, slot < ranks && slot != rank ? 1u : 0u);
         if (slot >= ranks || slot == rank) continue;
         EXPECT_EQ(r.place_rank[place], slot);
-        // What that rank pushes to us lies where we read.
+        // That rank pushes to the place that we read.
         EXPECT_EQ(r.place[place] - r.own, r.copies + route(slot, 10, interleaved).slot);
       }
     }

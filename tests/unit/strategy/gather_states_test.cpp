@@ -1,5 +1,6 @@
-// What gather-states asks of kernels and transport. What travels is decided by what all ranks were
-// asked alike: a rank that times its phases takes other kernels, never another exchange.
+// The requests of gather-states to kernels and transport. Only options that are the same on all
+// ranks decide what travels: a rank that times its phases takes other kernels, never another
+// exchange.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -13,7 +14,7 @@
 namespace longspan {
 namespace {
 
-/// Kernels that only note what they are asked for.
+/// Kernels that only record their requests.
 class Notes final : public kernels::Backend {
  public:
   mutable std::vector<kernels::ExchangeParams> exchanges;

@@ -1,5 +1,5 @@
-// What the ranks of a node hold together is one rank's share among the nodes: for every rule,
-// number of nodes, ranks of a node, and length.
+// The keys of a node's ranks together are one rank's share among the nodes: for every rule, number
+// of nodes, ranks of a node, and length.
 #include "src/strategy/shared/node_ranks.hpp"
 
 #include <gtest/gtest.h>

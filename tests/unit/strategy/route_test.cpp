@@ -1,5 +1,5 @@
-// Walks routes of all ranks together, without kernels: who sends is heard, nobody waits for ever,
-// every block that is wanted is visited once, and none is overwritten before that.
+// Walks the routes of all ranks together, without kernels: every sent message is received, no wait
+// is endless, every needed block is visited once, and none is overwritten before that.
 #include "src/strategy/route.hpp"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kMostRanks = 8;
 
-/// Who has a use for whose block: [from][to].
+/// Which rank needs which rank's block: [from][to].
 struct Wanted {
   std::vector<std::vector<bool>> by;
   bool operator()(int from, int to) const {
@@ -38,25 +38,25 @@ Wanted all_wanted(int ranks) {
   return wanted_where(ranks, [](int, int) { return true; });
 }
 
-/// What one rank has of a walk.
+/// One rank's state in a walk.
 struct Rank {
   Route route;
   std::size_t next = 0;         // step
   std::vector<int> started;     // moves, in this order
-  std::size_t ended = 0;        // of them, so many
+  std::size_t ended = 0;        // of them, the number
   std::set<int> waited;         // moves
-  std::map<int, int> guests;    // by slot: whose block is there and has not been visited
+  std::map<int, int> guests;    // by slot: whose block is there, not visited yet
   std::map<int, int> results;   // by slot: of whose block, made and not sent yet
   std::multiset<int> visited;   // whose blocks
-  std::multiset<int> returned;  // from whom what was made of the own block has come
+  std::multiset<int> returned;  // ranks whose result for the own block has come
   std::set<int> heard;          // whose words
   bool results_of_all = false;  // are made, of all blocks together
   int results_made = 0;
 };
 
-/// Walks the routes of all ranks step by step. As between GPUs, a rank's moves go one after the
-/// other in the order in which they start, and one ends when the ranks that it concerns have come
-/// to it too: a route that waits too early, or ranks that start in different orders, stand still.
+/// Walks the routes of all ranks step by step. As between GPUs, a rank's moves run one after the
+/// other in the order of their starts, and one ends when its ranks have come to it too. So a route
+/// that waits too early, or ranks that start in different orders, stand still.
 class World {
  public:
   World(int ranks, const Wanted& wanted, const std::function<void(int, Route&)>& make)
@@ -73,7 +73,7 @@ class World {
     }
   }
 
-  /// What is wrong first; empty where all is well.
+  /// The first error; empty where all is well.
   const std::string& walk() {
     match_moves();
     bool moves = true;
@@ -130,7 +130,7 @@ class World {
       }
   }
 
-  /// Takes the next step of a rank; false where it must wait, or has come to its end.
+  /// Takes the next step of a rank; false where it must wait, or has ended.
   bool take(int r) {
     Rank& rank = at(r);
     if (rank.next == rank.route.steps.size()) return false;
@@ -181,7 +181,7 @@ class World {
     }
   }
 
-  /// Whether a rank has come to its end of another one's move.
+  /// Whether a rank has come to its side of another one's move.
   bool is_there(int r, const Move& one) {
     const std::vector<int>& started = at(r).started;
     const auto found = std::find(started.begin(), started.end(), same_at(r, one));
@@ -198,7 +198,7 @@ class World {
     return (!hears || is_there(around(r - one.distance), one)) &&
            (!says || is_there(around(r + one.distance), one));
   }
-  /// Lets the moves of all ranks go on as far as they can.
+  /// Moves the transfers of all ranks as far as they can.
   void go_on() {
     bool more = true;
     while (more) {
@@ -249,7 +249,7 @@ class World {
     if (step.ends) result(r);
   }
 
-  /// The moves of the next steps begin beside this visit, whose guest they must leave alone.
+  /// The moves of the next steps begin beside this visit, and must not touch its guest.
   void begin_early(int r, const Step& step) {
     const std::vector<Step>& steps = at(r).route.steps;
     for (int i = 1; i <= step.early; ++i) {
@@ -302,7 +302,7 @@ class World {
   void result(int r) {
     Rank& rank = at(r);
     ++rank.results_made;
-    // Beside a visit the kernel itself hears the words.
+    // Beside a visit the kernel itself compares the digests.
     bool beside = false;
     for (const Step& step : rank.route.steps)
       beside |= step.guest == Step::kAll && step.beside >= 0;
@@ -331,7 +331,7 @@ class World {
   std::string wrong_;
 };
 
-/// The routes that strategies take, and others that are as good.
+/// The routes of strategies, and other valid ones.
 std::vector<std::pair<std::string, Ring>> rings(int ranks) {
   const int steps = std::max(ranks - 1, 1);
   return {{"ring-kv", {.slots = 2}},
@@ -401,7 +401,7 @@ TEST(Gather, BringsEveryBlockToAll) {
     }
 }
 
-/// A route in words.
+/// A route as text.
 std::string text_of(const Route& route) {
   std::ostringstream out;
   const auto name = [&](int index) {
@@ -463,13 +463,13 @@ TEST(Ring, ComesBesideVisits) {
       "start home 1 slot 0\nwait home 1 slot 0\nwait home 2 slot 1\nfinish\n");
 }
 
-/// Guests have the slots in turn, whatever sets out besides.
+/// Guests use the slots in turn, whatever else is sent.
 TEST(Ring, ComesBesideVisitsToWhoSendsNothing) {
   const Wanted wanted = wanted_where(3, [](int from, int to) { return from > 0 || to == 0; });
   EXPECT_EQ(ring_in_words({.ranks = 3}, wanted), ring_in_words({.ranks = 3}, all_wanted(3)));
 }
 
-/// A rank that nobody's block comes to goes on at once, and hears the others before its result.
+/// A rank that receives no block goes on at once, and has the others' digests before its result.
 TEST(Ring, LeavesOutWhatNobodyWants) {
   const Wanted own = wanted_where(3, [](int from, int to) { return from == to; });
   EXPECT_EQ(ring_in_words({.ranks = 3}, own), "start words\nwait words\nvisit 0, ends\n");

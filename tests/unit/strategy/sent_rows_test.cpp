@@ -39,7 +39,7 @@ TEST(Stretches, TheirEnds) {
   EXPECT_TRUE(ends[3] == (Stretch{41, 3, 7}));
 }
 
-/// Own stretches stand in the list with their rows, and those of others with their rank.
+/// Own stretches are in the list with their rows, and those of others with their rank.
 TEST(SentRows, AreListedFromTheLastOfTheSequenceToTheFirst) {
   const StretchesOfRanks ranks = {
       {{0, 100, 0}, {100, 100, 300}}, {{0, 100, 100}, {100, 100, 200}}, {}};

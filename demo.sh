@@ -9,7 +9,7 @@ longspan=$build/bin/longspan
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 gpus=$("$longspan" info | sed -n 's/^ *GPUs *\([0-9]\+\).*/\1/p')
-device=processors counts=(1 2 4)
+device=CPUs counts=(1 2 4)
 if [ "${gpus:-0}" -gt 0 ]; then
   device=GPUs counts=()
   for ranks in 1 2 4; do [ "$ranks" -gt "$gpus" ] || counts+=("$ranks"); done
@@ -49,7 +49,7 @@ printf '   512 tokens, all compared with float64 (rel err), on the %s.\n\n' "$de
 data=examples/data/minilm
 same_bits --q $data/q.npy --k $data/k.npy --v $data/v.npy --check all --invariant
 
-if [ "$device" = processors ]; then
+if [ "$device" = CPUs ]; then
   printf '\n2. A long sequence: the last 256 queries on 65,536 keys, on %s ranks.\n\n' "$most"
   job "$most" --kv 65536 --tokens 256 --heads 8 --dim 64 --dtype fp32 --causal --iterations 5
   cat "$work/$most"

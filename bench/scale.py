@@ -37,7 +37,7 @@ def arguments():
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "fp16", "bf16"])
     parser.add_argument("--backend", default="host", choices=["host", "cuda"])
-    parser.add_argument("--threads", type=int, default=1, help="of a rank, on processors")
+    parser.add_argument("--threads", type=int, default=1, help="of a rank, on CPUs")
     parser.add_argument("--iterations", type=int, default=7)
     parser.add_argument("--machine", help="name for the records (default: cpu; h200x4 and the like)")
     parser.add_argument("--no-records", action="store_true", help="only print")

@@ -50,7 +50,7 @@ def arguments():
     parser.add_argument("--heads", nargs="+", default=["8/8", "8/2", "16/4"], help="query heads / kv heads")
     parser.add_argument("--phases", nargs="+", default=["prefill", "chunk", "decode"], help="of the grid")
     parser.add_argument("--iterations", type=int, default=5, help="in a round; of decode, which is short, 5 times as many")
-    parser.add_argument("--rounds", type=int, help="[5 on processors, 1 on GPUs, whose starts take longest]")
+    parser.add_argument("--rounds", type=int, help="[5 on CPUs, 1 on GPUs, whose starts take longest]")
     some = parser.add_mutually_exclusive_group()
     some.add_argument("--targets-only", action="store_true", help="only the problems that have a target")
     some.add_argument("--grid-only", action="store_true", help="only the grid that auto is judged by")

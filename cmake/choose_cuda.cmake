@@ -35,6 +35,6 @@ elseif("$ENV{LONGSPAN_CUDA}" MATCHES "^(ON|OFF)$")
 else()
   set(LONGSPAN_CUDA OFF)
   set(LONGSPAN_WITHOUT_CUDA "bash, which looks for a GPU, was not found")
-  message(STATUS "longspan: ${LONGSPAN_WITHOUT_CUDA}: building for processors only. "
+  message(STATUS "longspan: ${LONGSPAN_WITHOUT_CUDA}: building for CPUs only. "
                  "LONGSPAN_CUDA=ON builds the CUDA part too.")
 endif()

@@ -46,7 +46,7 @@ choose_cuda() {
   case $cuda in
     OFF)
       why='LONGSPAN_CUDA=OFF was asked for'
-      say 'building for processors only, as LONGSPAN_CUDA says'
+      say 'building for CPUs only, as LONGSPAN_CUDA says'
       return ;;
     ON) ;;
     AUTO) [ -z "$architectures" ] || cuda=ON ;;
@@ -58,7 +58,7 @@ choose_cuda() {
   if [ "$cuda" = AUTO ]; then
     if [ -z "$gpus" ]; then
       why='no NVIDIA GPU was seen'
-      say 'no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON builds the CUDA'
+      say 'no NVIDIA GPU is seen: building for CPUs only. LONGSPAN_CUDA=ON builds the CUDA'
       say 'part too, for the architectures that LONGSPAN_CUDA_ARCHITECTURES names.'
       cuda=OFF
       return
@@ -72,7 +72,7 @@ choose_cuda() {
       why="$nvcc is ${release:-of no known release}, and 12.5 is needed"
     fi
     if [ -n "$why" ]; then
-      say "a GPU is seen (compute capability $gpus), but $why: building for processors only"
+      say "a GPU is seen (compute capability $gpus), but $why: building for CPUs only"
       cuda=OFF
       return
     fi

@@ -60,8 +60,8 @@ constexpr Feature kFeatures[] = {
     // The host's products stay exact, as the option allows.
     {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},
     // CUDA's bf16 products are like that anyway.
-    {"bf16 products", "bf16 products by the processor's own instructions, weights in bf16", kBoth,
-     kYes, kYes, [](const P& p) { return p.bf16_products; }},
+    {"bf16 products", "bf16 products by the CPU's own instructions, weights in bf16", kBoth, kYes,
+     kYes, [](const P& p) { return p.bf16_products; }},
     {"fp8 products", "e4m3 queries, keys and values multiplied as they are; on Hopper", kLayer, kNo,
      kYes, [](const P& p) { return p.fp8_products; }},
 };

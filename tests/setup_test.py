@@ -66,7 +66,7 @@ class SetupTest(StandInTest):
                 self.tool("nvcc", NEWEST)
             built, output = self.dry()
             self.assertEqual(built, ("OFF", "", "all"))
-            self.assertIn("no NVIDIA GPU is seen: building for processors only", output)
+            self.assertIn("no NVIDIA GPU is seen: building for CPUs only", output)
             self.assertIn("LONGSPAN_CUDA=ON", output)
             self.assertIn("LONGSPAN_CUDA_ARCHITECTURES", output)
 
@@ -207,7 +207,7 @@ class PipTest(StandInTest):
         self.tool("nvcc", NEWEST)
         chosen, output = self.choice()
         self.assertEqual(chosen, ("OFF", ""))
-        self.assertIn("no NVIDIA GPU is seen: building for processors only. LONGSPAN_CUDA=ON", output)
+        self.assertIn("no NVIDIA GPU is seen: building for CPUs only. LONGSPAN_CUDA=ON", output)
         self.assertIn("without CUDA as no NVIDIA GPU was seen\n", output)
         self.assertIn("asked anew LONGSPAN_CUDA;LONGSPAN_CUDA_ARCHITECTURES\n", output)
 
@@ -257,7 +257,7 @@ class PipTest(StandInTest):
         self.gpus("9.0")
         chosen, output = self.choice("LONGSPAN_BASH=NO")
         self.assertEqual(chosen, ("OFF", ""))
-        self.assertIn("bash, which looks for a GPU, was not found: building for processors", output)
+        self.assertIn("bash, which looks for a GPU, was not found: building for CPUs", output)
         self.assertEqual(self.choice("LONGSPAN_BASH=NO", LONGSPAN_CUDA="ON")[0], ("ON", ""))
 
 

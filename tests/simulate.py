@@ -164,7 +164,7 @@ def main():
     failures = sum(map(len, tally.failed.values()))
     least = min(tally.ran[item] for item in work)
     print(f"{total} schedules of {cases} cases, at least {least} of each, in "
-          f"{time.monotonic() - began:.0f} s ({processor_seconds():.0f} s of processors): "
+          f"{time.monotonic() - began:.0f} s ({processor_seconds():.0f} s of CPUs): "
           f"{failures} failed")
     for (program, case), seeds in sorted(tally.failed.items()):
         print(f"  {program.name} {case}: {len(seeds)}, seeds {', '.join(map(str, seeds[:5]))}")

@@ -197,7 +197,7 @@ class Meeting {
     } else {
       found = numeric(there.hosts[goal.next], there.port);
       goal.next = (goal.next + 1) % there.hosts.size();
-      if (found.empty()) return give_up(goal, "it is no address");
+      if (found.empty()) return give_up(goal, "it is not an address");
     }
     const Address& address = found.front();
     Line& line = goal.line;

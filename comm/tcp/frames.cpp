@@ -68,7 +68,7 @@ std::optional<Frame> Frames::next() {
   Header header;
   if (held() < sizeof header) return std::nullopt;
   std::memcpy(&header, in_.data() + taken_, sizeof header);
-  if (header.magic != kMagic) return damaged("bytes that are no frame of longspan");
+  if (header.magic != kMagic) return damaged("bytes that are not a frame of longspan");
   if (header.kind > Frame::died) return damaged(fmt::format("a frame of kind {}", header.kind));
   if (header.bytes > most_)
     return damaged(fmt::format("a frame of {} bytes where {} are the most", header.bytes, most_));

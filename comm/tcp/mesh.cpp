@@ -264,7 +264,7 @@ bool Mesh::take(Channel& channel) {
       std::memcpy(&header, channel.buffer.data() + channel.begin, sizeof header);
       channel.begin += sizeof header;
       if (header.magic != kMagic || header.bytes > kMost) {
-        channel.read_end = "what it sends is no message of longspan";
+        channel.read_end = "it sends bytes that are not a message of longspan";
         break;
       }
       begin_message(channel, header);

@@ -130,7 +130,7 @@ int run(ncclComm_t nccl) {
   }
   const double error = std::sqrt(difference / norm);
   const bool right = error < 4e-3;  // one rounding to bf16, 2^-8; false for NaN
-  std::printf("rank %d of %d: %lld keys on its GPU, against the processor %.1e by norm, %s\n",
+  std::printf("rank %d of %d: %lld keys on its GPU, against the CPU %.1e by norm, %s\n",
               world.rank(), world.size(), static_cast<long long>(keys), error,
               right ? "right" : "WRONG");
   check(cudaGraphExecDestroy(replay));

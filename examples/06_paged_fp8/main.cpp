@@ -225,8 +225,8 @@ double difference(const std::uint16_t* a, const std::uint16_t* b, std::int64_t n
 
 int run(Device device) {
   // MPI ends with the last communicator, so this one lives as long as those of the GPUs.
-  const longspan::Communicator processors = longspan::from_environment({.device = Device::host});
-  if (device == Device::cuda && longspan::gpu_count() < processors.size()) {
+  const longspan::Communicator cpus = longspan::from_environment({.device = Device::host});
+  if (device == Device::cuda && longspan::gpu_count() < cpus.size()) {
     std::printf("skipped: more ranks than the %d GPUs here\n", longspan::gpu_count());
     return kSkipped;
   }

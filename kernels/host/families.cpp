@@ -34,7 +34,7 @@ OnHost::Room room_of(const AttendParams& p, std::int64_t limit, int block) {
 constexpr HostFamily kTable[] = {
     {.id = OnHost::Id::amx,
      .words = {"AMX", "9 and more", "all",
-               "bf16_products: products of bf16, where the processor has AMX"},
+               "bf16_products: products of bf16, where the CPU has AMX"},
      .ends = Ends::in_states,
      .accepts =  // by the length of the sequence's own queries, on all ranks
      [](const AttendParams& p, const int& b) {

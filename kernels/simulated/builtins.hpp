@@ -214,7 +214,7 @@ template <class T>
 T exchange_if(T* at, T expected, T desired, Site site) {
   may_yield(site);
   if (reinterpret_cast<std::uintptr_t>(at) % sizeof(T) != 0)
-    fail("an atomic access whose address is no multiple of its size", site);
+    fail("an atomic access whose address is not a multiple of its size", site);
   __atomic_compare_exchange_n(at, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
@@ -223,7 +223,7 @@ template <class T, class Change>
 T change(T* at, const Change& changed, Site site) {
   may_yield(site);
   if (reinterpret_cast<std::uintptr_t>(at) % sizeof(T) != 0)
-    fail("an atomic access whose address is no multiple of its size", site);
+    fail("an atomic access whose address is not a multiple of its size", site);
   T before;
   __atomic_load(at, &before, __ATOMIC_RELAXED);
   for (;;) {
@@ -293,7 +293,7 @@ template <class T>
 void check_aligned(const T* at, Site site) {
   constexpr std::size_t kAlign = sizeof(T) < 16 ? sizeof(T) : 16;
   if (reinterpret_cast<std::uintptr_t>(at) % kAlign != 0)
-    fail("a load or store whose address is no multiple of its size", site);
+    fail("a load or store whose address is not a multiple of its size", site);
 }
 
 }  // namespace longspan::simulated::builtins

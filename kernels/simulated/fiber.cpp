@@ -19,8 +19,7 @@
 #endif
 
 #if !defined(__x86_64__)
-#error \
-    "the simulator switches stacks with instructions of x86-64: add this processor's in fiber.cpp"
+#error "the simulator switches stacks with instructions of x86-64: add this CPU's in fiber.cpp"
 #endif
 
 // Saves the registers that a call preserves on the old stack, and restores them from the new one.

@@ -360,7 +360,7 @@ void copy_async(std::uint32_t to, const void* from, int size, int bytes, Site si
   std::byte* const place = shared_pointer(to, size, size, "cp.async", site);
   if (bytes < 0 || bytes > size) fail("cp.async of more bytes than it has room for", site);
   if (bytes > 0 && reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(size) != 0)
-    fail("cp.async from an address that is no multiple of its size", site);
+    fail("cp.async from an address that is not a multiple of its size", site);
   await(*current->warp->block, place, static_cast<std::size_t>(size));
   queue_copy({.to = place,
               .from = static_cast<const std::byte*>(from),
@@ -528,7 +528,7 @@ void send_word(void* to, std::uint64_t value, int bytes, Site site) {
   may_yield(site);
   const Quiet quiet;
   if (reinterpret_cast<std::uintptr_t>(to) % static_cast<unsigned>(bytes) != 0)
-    fail("a store to an address that is no multiple of its size", site);
+    fail("a store to an address that is not a multiple of its size", site);
   const Block* block = current->warp->block;
   const Word word = {to, value, bytes, block, block->grid.get()};
   std::size_t which = places.find(place_of(to));
@@ -549,7 +549,7 @@ std::uint64_t fetch_word(const void* from, int bytes, Site site) {
     may_yield(site);
   const Quiet quiet;
   if (reinterpret_cast<std::uintptr_t>(from) % static_cast<unsigned>(bytes) != 0)
-    fail("a load from an address that is no multiple of its size", site);
+    fail("a load from an address that is not a multiple of its size", site);
   const Block* block = current->warp->block;
   if (const std::size_t which = places.find(place_of(from)); which != Places::kNone)
     deliver_up_to(which, [&](const Word& word) { return word.block == block; });

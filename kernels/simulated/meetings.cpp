@@ -50,8 +50,8 @@ std::byte* find_shared(std::uint32_t address, int bytes, int align, const char* 
              std::to_string(block.grid->kernel.shared_bytes),
          site);
   if (address % static_cast<unsigned>(align) != 0)
-    fail(std::string(what) + ": shared address " + std::to_string(address) + " is no multiple of " +
-             std::to_string(align),
+    fail(std::string(what) + ": shared address " + std::to_string(address) +
+             " is not a multiple of " + std::to_string(align),
          site);
   return block.shared + at;
 }
@@ -151,7 +151,7 @@ bool block_barrier(int id, int threads, bool waits, bool predicate, const char* 
   Block& block = *lane.warp->block;
   if (id < 0 || id > 15) fail(std::string(what) + ": there are barriers 0 to 15", site);
   if (threads % 32 != 0)
-    fail(std::string(what) + ": the number of threads is no multiple of 32", site);
+    fail(std::string(what) + ": the number of threads is not a multiple of 32", site);
   NamedBarrier& barrier = block.barriers[id];
   const int expected = threads == 0 ? block.live : threads;
   if (barrier.arrived == 0)

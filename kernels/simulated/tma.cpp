@@ -130,7 +130,8 @@ void load_box(std::uint32_t to, const CUtensorMap* map, std::span<const int> pla
     fail(std::string(kWhat) + ": a tensor map lies at a multiple of 64 bytes", site);
   Map known;
   std::memcpy(&known, map, sizeof(known));
-  if (known.mark != kMark) fail(std::string(kWhat) + " with what is no tensor map", site);
+  if (known.mark != kMark)
+    fail(std::string(kWhat) + " with something that is not a tensor map", site);
   if (known.rank != place.size())
     fail(std::string(kWhat) + " at " + std::to_string(place.size()) + " coordinates of a map of " +
              std::to_string(known.rank) + " dimensions",

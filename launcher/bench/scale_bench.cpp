@@ -256,7 +256,7 @@ int bench_scale(const Communicator& control, const CommandLine& line) {
   const Communicator world = world_for(control, line.world);
   const bool gpu = world.device() == Device::cuda;
   if (o.graph && !gpu)
-    throw SharedError(ErrorKind::usage, "--graph needs GPUs, and these ranks run on processors");
+    throw SharedError(ErrorKind::usage, "--graph needs GPUs, and these ranks run on CPUs");
   const bool piped = (json && json->is_standard_output()) || (csv && csv->is_standard_output());
   std::FILE* const table = piped ? stderr : stdout;
 

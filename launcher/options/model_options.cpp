@@ -14,8 +14,8 @@ void add_shape_options(CLI::App& app, ShapeOptions& o, const char* group) {
   };
   number("--heads", o.heads, "Query heads")->capture_default_str();
   number("--kv-heads", o.kv_heads, "Heads of keys and values; divides --heads [--heads]");
-  number("--dim", o.dim, dim_text() + " [128 on GPUs, 64 on processors]");
-  app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [bf16 on GPUs, fp32 on processors]")
+  number("--dim", o.dim, dim_text() + " [128 on GPUs, 64 on CPUs]");
+  app.add_option("--dtype", o.dtype, "fp32, fp16 or bf16 [bf16 on GPUs, fp32 on CPUs]")
       ->check(one_of({"fp32", "fp16", "bf16"}))
       ->group(group);
 }

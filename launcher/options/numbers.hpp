@@ -89,7 +89,7 @@ inline CLI::Validator file_name() {
       [](std::string& text) -> std::string {
         if (text.empty()) return "the name of the file is empty; is a variable not set?";
         if (!text.starts_with("--")) return {};
-        return fmt::format("{} is no name of a file; for a file of that name write ./{}",
+        return fmt::format("{} is not a file name; for a file of that name write ./{}",
                            in_quotes(text), text);
       },
       "");

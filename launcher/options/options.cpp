@@ -69,7 +69,7 @@ constexpr const char* kVerifyFooter = R"(Examples
 
 constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 4 longspan bench decode
-      the decode step of a model (32 layers on GPUs, 4 on processors) over a
+      the decode step of a model (32 layers on GPUs, 4 on CPUs) over a
       sharded cache that grows, and rank 0 doing it alone
   mpirun -np 2 longspan bench decode --kv 8192 16384 --batch 2
       two lengths, two sequences)";
@@ -200,10 +200,9 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
                "On Hopper: multiply e4m3, with weights rounded to it. Needs --qkv-dtype e4m3")
       ->group(attention);
 
-  app.add_flag(
-         "--bf16-products", o.bf16_products,
-         "On processors that have instructions for it: multiply bf16, with weights rounded to "
-         "it. Needs --dtype bf16")
+  app.add_flag("--bf16-products", o.bf16_products,
+               "On CPUs that have instructions for it: multiply bf16, with weights rounded to "
+               "it. Needs --dtype bf16")
       ->group(attention);
 
   const std::string spread = "How it is spread over the ranks";
@@ -260,7 +259,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   const char* step = "The step";
   app.add_option("--kv", o.kv,
                  "Keys of a sequence before the first step; several give a row of the table each "
-                 "[131072 on GPUs, 16384 on processors]")
+                 "[131072 on GPUs, 16384 on CPUs]")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(step);
   app.add_flag("--weak", o.weak,
@@ -282,7 +281,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
   number("--page", o.page, 0, 65536, "Keys in a page of the cache; 0: no pages", step);
   app.add_option("--layers", o.layers,
                  "Layers of the model; in a step each appends and attends once [32 on GPUs, 4 on "
-                 "processors]")
+                 "CPUs]")
       ->transform(whole(1, 4096))
       ->group(step);
   app.add_option(
@@ -301,7 +300,7 @@ void add_decode_options(CLI::App& app, DecodeOptions& o) {
       ->group(spread);
 
   const char* measure = "Measuring and checking";
-  app.add_option("--iterations", o.iterations, "Timed steps [30 on GPUs, 5 on processors]")
+  app.add_option("--iterations", o.iterations, "Timed steps [30 on GPUs, 5 on CPUs]")
       ->transform(whole(1, 1000000))
       ->group(measure);
   number("--warmup", o.warmup, 1, 1000000, "Steps before these, not timed", measure);
@@ -337,7 +336,7 @@ void read_growing_rule(DecodeOptions& o) {
   if (!read_shard(o.shard, {Layout::striped, Layout::interleaved}, o.layout, o.block))
     throw CLI::ValidationError(
         "--shard",
-        fmt::format("{} is none of striped, interleaved, interleaved:BLOCK with a "
+        fmt::format("{} is not one of striped, interleaved, interleaved:BLOCK with a "
                     "block of 1 to {} keys; other layouts move keys when a sequence grows",
                     in_quotes(o.shard), kMostRows));
 }

@@ -26,7 +26,7 @@ void read_rule(const char* option, const std::string& text, Layout& layout, std:
   if (!read_shard(text, {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved},
                   layout, block))
     throw CLI::ValidationError(
-        option, fmt::format("{} is none of contiguous, zigzag, striped, interleaved, "
+        option, fmt::format("{} is not one of contiguous, zigzag, striped, interleaved, "
                             "interleaved:BLOCK with a block of 1 to {} keys{}",
                             in_quotes(text), kMostRows,
                             suggestion(text, {"contiguous", "zigzag", "striped", "interleaved"})));

@@ -29,7 +29,7 @@ inline float rounded(DType dtype, float value) {
 inline DType dtype_named(const std::string& text) {
   for (DType dtype : {fp32, fp16, bf16, e4m3, e5m2})
     if (text == name(dtype)) return dtype;
-  throw UsageError("\"" + text + "\" is no element type");
+  throw UsageError("\"" + text + "\" is not an element type");
 }
 
 }  // namespace longspan::launcher

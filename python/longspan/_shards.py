@@ -288,7 +288,7 @@ def unshard(parts: OfKind | Sequence[OfKind], keys: Layout | Sharding = "contigu
             raise InputError("parts is empty; there is one for each rank")
         if comm is not None and len(parts) != comm.size:
             raise InputError(f"parts has {len(parts)} arrays, and comm {comm.size} ranks: give every rank's part, or "
-                             "this rank's alone, which is no list")
+                             "this rank's alone, which is not a list")
         dims = [_dimension(part, asked, f"parts[{rank}]") for rank, part in enumerate(parts)]
         for rank, part in enumerate(parts):
             _check_like(parts[0], part, dims[0], rank)

@@ -92,20 +92,20 @@ def _one_scale(name: str, scale, cache, cache_name: str):
     strides = scale.stride() if hasattr(scale, "stride") else getattr(scale, "strides", (1,))
     if not any(strides):
         return scale[0, :1]  # one number, expanded
-    if _on_processors(scale) and bool((scale == scale[:1]).all()):
+    if _on_cpu(scale) and bool((scale == scale[:1]).all()):
         return scale[0]
     raise UnsupportedError(f"{name} is {list(shape)}, a scale for each sequence; one number or "
                            "[kv_heads] is supported, and such a number expanded")
 
 
-def _on_processors(array) -> bool:
+def _on_cpu(array) -> bool:
     return not hasattr(array, "__dlpack_device__") or array.__dlpack_device__()[0] == 1
 
 
 def _is_one(scale) -> bool:
     """Not checked on GPUs: the check would have to wait."""
     if hasattr(scale, "shape"):
-        return not _on_processors(scale) or bool((scale == 1).all())
+        return not _on_cpu(scale) or bool((scale == 1).all())
     return scale in (1, [1], (1,))
 
 
@@ -392,7 +392,7 @@ def _without_empty_shards(lse, seq_lens, query_start_loc):
         space = numpy if isinstance(lse, numpy.ndarray) else lse.__array_namespace__()
         place = {} if space is numpy else {"device": lse.device}
     ends = query_start_loc[1:]
-    if _on_processors(lse) and bool((ends < query_start_loc[:-1]).any()):
+    if _on_cpu(lse) and bool((ends < query_start_loc[:-1]).any()):
         raise InputError("query_start_loc descends; it is where the rows of each sequence begin")
     # A row past the last sequence belongs to one more sequence, which is empty.
     sequence = space.searchsorted(ends, space.arange(lse.shape[0], dtype=ends.dtype, **place), side="right")

@@ -79,7 +79,7 @@ void set_byte_stride(Tensor& t, const char* name, int d, std::int64_t bytes) {
     if (t.shape[d] > 1)
       throw InputError(std::string(name) + " has a stride of " + std::to_string(bytes) +
                        " bytes in dimension " + std::to_string(d) +
-                       ", which is no multiple of its " + std::to_string(size) +
+                       ", which is not a multiple of its " + std::to_string(size) +
                        "-byte elements; copy it");
     return;  // an extent of 1 is never stepped over
   }
@@ -325,7 +325,7 @@ void Array::take(const dlpack::View& view) {
       break;
     default:
       throw InputError(std::string(name_) + " lies on " + device_text(view.place) +
-                       "; processors and CUDA are supported");
+                       "; CPUs and CUDA are supported");
   }
   const auto dtype = dtype_of_dlpack(view.type);
   if (!dtype) refuse_type(name_, type_text(view.type));
@@ -432,7 +432,7 @@ Stream stream_of(nb::handle given, const Array& like) {
   if (!given.is_none()) {
     if (!on_gpu)
       throw InputError(
-          "stream is given, and the arrays lie on processors, where work is done at once");
+          "stream is given, and the arrays are in CPU memory, where work is done at once");
     return given_stream(given);
   }
   if (!on_gpu) return {};

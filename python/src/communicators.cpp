@@ -267,7 +267,7 @@ void bind_communicators(nb::module_& m) {
             const int gpu = c.world().gpu();
             return gpu < 0 ? nb::none() : nb::object(nb::int_(gpu));
           },
-          "This rank's GPU, as CUDA counts them; None on processors.")
+          "This rank's GPU, as CUDA counts them; None on CPUs.")
       .def_prop_ro(
           "deadline",
           [](Comm& c) { return static_cast<double>(c.world().deadline().count()) / 1e3; },
@@ -300,7 +300,7 @@ void bind_communicators(nb::module_& m) {
           },
           nb::arg("stream") = nb::none(),
           "Waits until what attend() has queued on the stream is done, and raises what went wrong\n"
-          "meanwhile. On processors there is nothing to wait for.")
+          "meanwhile. On CPUs there is nothing to wait for.")
       .def(
           "abort",
           [](Comm& c, nb::handle why) {

@@ -31,8 +31,8 @@ std::vector<std::int64_t> table_of(const Array& array, const char* name, std::si
   }
   if (t.device != Device::host || t.dims != 2 || t.shape[0] != static_cast<std::int64_t>(sequences))
     throw InputError(std::string(name) + " has " + std::to_string(t.dims) + " dimensions, and " +
-                     std::to_string(t.shape[0]) + " rows; on processors [" +
-                     std::to_string(sequences) + ", ranks + 1] is wanted");
+                     std::to_string(t.shape[0]) + " rows; on CPUs [" + std::to_string(sequences) +
+                     ", ranks + 1] is wanted");
   std::vector<std::int64_t> values;
   for (std::int64_t b = 0; b < t.shape[0]; ++b)
     for (std::int64_t r = 0; r < t.shape[1]; ++r)

@@ -103,7 +103,7 @@ std::vector<std::int64_t> values_of(const Array& array, const char* name) {
   if (!array) return values;
   const Tensor& t = array.tensor();
   if (t.device != Device::host || t.dims != 1 || t.dtype != DType::int64)
-    throw InputError(std::string(name) + " is no vector of int64 on processors");
+    throw InputError(std::string(name) + " is not a vector of int64 in CPU memory");
   for (std::int64_t i = 0; i < t.shape[0]; ++i)
     values.push_back(static_cast<const std::int64_t*>(t.data)[i * t.stride[0]]);
   return values;

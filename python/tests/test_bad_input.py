@@ -154,7 +154,7 @@ CASES = {
     "strategy of two levels on one rank": (lambda: attend(strategy="heads+ring-kv"), UNSUPPORTED, "of one node"),
     "strategy unknown": (lambda: attend(strategy="luck"), UNSUPPORTED, "luck"),
     "comm a number": (lambda: attend(comm=0), TypeError, "comm is of type 'int'"),
-    "stream on processors": (lambda: attend(stream=7), INPUT, "stream is given"),
+    "stream on CPUs": (lambda: attend(stream=7), INPUT, "stream is given"),
     "return_lse None": (lambda: attend(return_lse=None), TypeError, "return_lse is None"),
     "unknown argument": (lambda: attend(dropout=0.1), TypeError, "dropout"),
     "by position": (lambda: longspan.attend(Q, K, V, True), TypeError, "positional"),

@@ -84,7 +84,7 @@ def test_contiguous_parts_of_torch_chunk(torch_ranks, tokens):
 
 def test_what_a_function_returns_another_takes(torch_ranks):
     if DEVICE != "cpu":
-        pytest.skip("tables of the jobs lie on processors")
+        pytest.skip("the tables of the jobs are in CPU memory")
     assert torch_ranks.values(2, jobs.pairs, 7, 12) == [12, 12]
 
 
@@ -269,7 +269,7 @@ def test_ranks_that_end():
 
     made = TorchRanks(4, deadline=4.0)
     for name, text, _ in made.values(4, jobs.no_member):
-        assert name == "UsageError" and "no member" in text
+        assert name == "UsageError" and "not a member" in text
     for name, text, _ in made.values(2, jobs.options_differ):
         assert name == "UsageError" and "causal" in text
     if not torch.cuda.is_available():

@@ -410,7 +410,7 @@ def let_go(group):
     gc.collect()
     assert seen() is None and set(lt._groups._known) == before
     error = raised(lambda: lt.scaled_dot_product_attention(*own, comm=name))
-    assert error[0] == "UsageError" and "let go" in error[1], error
+    assert error[0] == "UsageError" and "released" in error[1], error
 
 
 def destroyed(group):

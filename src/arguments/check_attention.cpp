@@ -287,7 +287,7 @@ void check_one_call(const AttentionArgs& args) {
           shape_text(q), shape_text(k), heads, kv_heads);
   for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
                                 std::pair{&args.out, "out"}})
-    require(is_float(t->dtype), "{} has a type of number {}, which is no float type", name,
+    require(is_float(t->dtype), "{} has a type of number {}, which is not a float type", name,
             static_cast<int>(t->dtype));
   require(rows >= 0 && rows <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
           shape_text(q), rows);

@@ -8,7 +8,7 @@ namespace longspan {
 
 void check_part(const PartSpec& part, Device device, std::int64_t scales) {
   const Tensor& t = part.tensor;
-  require(is_float(t.dtype), "{} has a type of number {}, which is no float type", part.name,
+  require(is_float(t.dtype), "{} has a type of number {}, which is not a float type", part.name,
           static_cast<int>(t.dtype));
   require(!is_fp8(t.dtype) || part.scale,
           "{} is {} and there is no {}; give it (1 where none is due)", part.name, name(t.dtype),

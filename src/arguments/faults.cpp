@@ -31,7 +31,7 @@ std::string text_of(const kernels::FaultReport& r) {
           "or by max_kv_len",
           r.where, r.value, r.column);
     case Fault::page:
-      return fmt::format("block_table[{}][{}] is {}, which is no page of the cache", r.where,
+      return fmt::format("block_table[{}][{}] is {}, which is not a page of the cache", r.where,
                          r.column, r.value);
     case Fault::slot:
       return fmt::format("slots[{}] is {}, past the end of the cache", r.where, r.value);

@@ -99,7 +99,7 @@ void check_tensor(const Tensor& t, const char* name, DType dtype, Device device)
             "{} {} has stride {} in dimension {}; at most 2^56 is taken", name, shape_text(t),
             t.stride[d], d);
   }
-  require(t.dtype <= DType::uint8, "{} has a type of number {}, which is none", name,
+  require(t.dtype <= DType::uint8, "{} has a type of number {}, which does not exist", name,
           static_cast<int>(t.dtype));
   check_extent(t, name);
   require(t.data != nullptr || (t.dims > 0 && t.size() == 0), "{} {} has no data", name,

@@ -29,9 +29,8 @@ void check_fp8_products(const Options& o) {
                     name(q), name(kv)));
   if (o.dtypes.compute == DType::fp32)
     throw UsageError(
-        "fp8_products with dtypes.compute fp32: take bf16 or fp16, of which what is not multiplied "
-        "as e4m3 "
-        "is, and in which results are by default");
+        "fp8_products with dtypes.compute fp32: take bf16 or fp16, the type of all other products "
+        "and, by default, of the results");
   if (o.invariant)
     throw UsageError(
         "fp8_products with invariant: products of e4m3 have no fixed order; leave one of them off");
@@ -66,14 +65,14 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
   if (!std::isfinite(score.softcap))
     refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
   if (score.alibi > Alibi::sqrt)
-    refuse(fmt::format("alibi of number {} is none of {}", static_cast<int>(score.alibi),
+    refuse(fmt::format("alibi of number {} is not one of {}", static_cast<int>(score.alibi),
                        fmt::join(choice_names<Alibi>(), ", ")));
   // Kernels multiply by these. If a product leaves the normal numbers, a score is NaN or has lost
   // its digits. A scale of 0 is valid: all scores are alike.
   const float scale = score.scale_of(head_dim);
   if (scale != 0 && !std::isnormal(scale * kLog2E))
     refuse(
-        fmt::format("scale is {}; times log2(e) it is {}, which is no normal number of fp32: it "
+        fmt::format("scale is {}; times log2(e) it is {}, which is not a normal fp32 number: it "
                     "is 0, or between 1e-38 and 2.3e38 in size",
                     scale, scale * kLog2E));
   if (score.softcap == 0) return;
@@ -122,15 +121,16 @@ void check_values(const Options& o, int ranks) {
   usage(o.limits.max_tokens >= 0 && o.limits.max_tokens <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.limits.max_tokens));
   const auto check_sharding = [&](const Sharding& s, const char* what) {
-    usage(s.layout <= Layout::listed, fmt::format("{} have a layout of number {}, which is none",
-                                                  what, static_cast<int>(s.layout)));
+    usage(s.layout <= Layout::listed,
+          fmt::format("{} have a layout of number {}, which does not exist", what,
+                      static_cast<int>(s.layout)));
     usage(s.block >= 1 && s.block <= std::numeric_limits<std::int32_t>::max(),
           fmt::format("{} have blocks of {}; a block has 1 to 2^31 - 1", what, s.block));
   };
   check_sharding(o.keys, "keys");
   if (o.queries) check_sharding(*o.queries, "queries");
   usage(o.results.part <= ResultPart::heads,
-        fmt::format("results have a part of number {}, which is none of all, rows, heads",
+        fmt::format("results have a part of number {}, which is not one of all, rows, heads",
                     static_cast<int>(o.results.part)));
   if (o.results.part == ResultPart::rows) check_sharding(o.results.rows, "results");
   usage(!o.queries || o.results.part == ResultPart::all,
@@ -142,10 +142,11 @@ void check_values(const Options& o, int ranks) {
       fmt::format("results by heads: {} heads cannot be dealt out to {} ranks, each of which gets "
                   "one at least; take results by rows, or all",
                   o.heads, ranks));
-  usage(o.exchange <= Exchange::gather,
-        fmt::format(
-            "exchange of number {} is none of automatic, peer_buffers, peer_buffers_apart, gather",
-            static_cast<int>(o.exchange)));
+  usage(
+      o.exchange <= Exchange::gather,
+      fmt::format(
+          "exchange of number {} is not one of automatic, peer_buffers, peer_buffers_apart, gather",
+          static_cast<int>(o.exchange)));
   usage(o.ranks_per_node >= 0,
         fmt::format("ranks_per_node {} is negative; 0 means those that share a machine",
                     o.ranks_per_node));
@@ -260,9 +261,9 @@ NamedValues describe(const Options& given, const std::string& bf16_products) {
   NamedValues all;
   visit_options(o, [&](const OptionInfo& option, const auto& value) {
     if (option.own != nullptr) return;
-    const bool by_processor = static_cast<const void*>(&value) == &o.dtypes.bf16_products &&
-                              o.dtypes.bf16_products && !bf16_products.empty();
-    all.emplace_back(option.name, by_processor ? bf16_products : text_of(value));
+    const bool by_cpu = static_cast<const void*>(&value) == &o.dtypes.bf16_products &&
+                        o.dtypes.bf16_products && !bf16_products.empty();
+    all.emplace_back(option.name, by_cpu ? bf16_products : text_of(value));
   });
   return all;
 }

@@ -73,7 +73,7 @@ constexpr Row kRows[] = {
     {"PMI_JOBID", "", "set by launchers of MPI: the job, each rank of which is one process"},
     {"PMIX_NAMESPACE", "", "likewise, with PMIx"},
     {"PMIX_RANK", "", "set by launchers with PMIx (srun --mpi=pmix): use MPI"},
-    {"TORCHELASTIC_RUN_ID", "", "set by torchrun: RANK and its kin go before mpirun's"},
+    {"TORCHELASTIC_RUN_ID", "", "set by torchrun: RANK and the like go before mpirun's"},
     {"RANK", "", "set by torchrun: this rank"},
     {"WORLD_SIZE", "", "set by torchrun: number of ranks"},
     {"MASTER_ADDR", "first host of the step", "where rank 0 listens"},

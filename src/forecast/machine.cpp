@@ -187,9 +187,9 @@ Machine machine_from(const std::string& text, const std::string& origin, Device 
     std::size_t i = 0;
     while (i < kConstants.size() && name != kConstants[i].name) ++i;
     if (i == kConstants.size())
-      refuse(origin, fmt::format("'{}', which is no constant", shown(name)));
+      refuse(origin, fmt::format("'{}', which is not a constant", shown(name)));
     if (!(words >> value) || words >> more)
-      refuse(origin, fmt::format("the line '{}', which is no name and value", shown(line)));
+      refuse(origin, fmt::format("the line '{}', which is not a name and a value", shown(line)));
     machine.*kConstants[i].value = value_of(kConstants[i], value, origin);
     found[i] = true;
   }

@@ -60,8 +60,9 @@ void check_table(const CacheRanks& cache, const ReshardOptions& o, const char* s
 
 void check_ranks(const CacheRanks& cache, const ReshardOptions& o, int ranks, const char* side) {
   const Sharding& rule = cache.rule;
-  usage(rule.layout <= Layout::listed, fmt::format("{} has a layout of number {}, which is none",
-                                                   side, static_cast<int>(rule.layout)));
+  usage(rule.layout <= Layout::listed,
+        fmt::format("{} has a layout of number {}, which does not exist", side,
+                    static_cast<int>(rule.layout)));
   if (rule.layout == Layout::listed)
     throw Unsupported(fmt::format(
         "{} has listed keys, of which each rank knows its own alone; reshard takes every other "
@@ -113,7 +114,7 @@ void check_pages(const kernels::Pages& pages, const std::vector<std::int64_t>& k
     for (std::int64_t i = 0; i < keys[b]; i += pages.size) {
       const std::int64_t page = pages.page(static_cast<int>(b), i), column = i / pages.size;
       require(page >= 0 && page < pages.count,
-              "block_table[{}][{}] is {}, which is none of the {} pages of the cache", b, column,
+              "block_table[{}][{}] is {}, which is not one of the {} pages of the cache", b, column,
               page, pages.count);
       if (!written) continue;
       require(!taken[static_cast<std::size_t>(page)],
@@ -164,7 +165,7 @@ void check_options(const ReshardOptions& o, int ranks) {
         fmt::format("head_dim {} is not in 1 to {}", o.head_dim, kMostDim));
   usage(o.of_values() >= 0 && o.of_values() <= kMostDim,
         fmt::format("value_dim {} is not in 0 to {}", o.of_values(), kMostDim));
-  usage(is_float(o.dtype), fmt::format("dtype is {}, which is no float type", name(o.dtype)));
+  usage(is_float(o.dtype), fmt::format("dtype is {}, which is not a float type", name(o.dtype)));
   usage(o.lengths.size() <= static_cast<std::size_t>(kMostCount),
         fmt::format("there are {} lengths; 0 to 2^31 - 1 are possible", o.lengths.size()));
   double keys = 0;

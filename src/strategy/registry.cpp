@@ -57,9 +57,9 @@ bool folds_as_one_rank(const Options& options, int ranks) {
 
 void require_exchange(const Options& options, bool is_had, const std::string& why) {
   if (!is_had && options.exchange != Exchange::automatic)
-    throw Unsupported(
-        fmt::format("exchange {} was asked for, and cannot be had here: {}. Take auto or gather.",
-                    name(options.exchange), why));
+    throw Unsupported(fmt::format(
+        "exchange {} was asked for, and is not available here: {}. Take auto or gather.",
+        name(options.exchange), why));
 }
 
 std::string refuse_parts(const Options& options) {
@@ -102,7 +102,7 @@ bool takes_forecast(const Options& options, int ranks) {
                                   options.strategy, known));
   if (could.empty()) could = " none";
   throw Unsupported(
-      fmt::format("strategy \"{}\" was asked for, and cannot be had: {}. Strategies "
+      fmt::format("strategy \"{}\" was asked for, and is not available: {}. Strategies "
                   "that could:{}",
                   options.strategy, reasons, could));
 }

@@ -617,8 +617,8 @@ TEST(CrossRankMergeRefusals, OptionsThatMakeNoSense) {
   refused({.heads = 0}, LogBase::e, "heads 0 is below 1");
   refused({.value_dim = 0}, LogBase::e, "value_dim 0 is below 1");
   refused({.max_tokens = -1}, LogBase::e, "max_tokens -1 is not in 0");
-  refused({.dtype = DType::int32}, LogBase::e, "dtype is int32, which is no float type");
-  refused({.out_dtype = DType::uint8}, LogBase::e, "out_dtype is uint8, which is no float type");
+  refused({.dtype = DType::int32}, LogBase::e, "dtype is int32, which is not a float type");
+  refused({.out_dtype = DType::uint8}, LogBase::e, "out_dtype is uint8, which is not a float type");
   refused({.threads = -1}, LogBase::e, "threads -1 is not in 0 to 4096");
   refused({}, static_cast<LogBase>(7), "base of number 7");
   refused({.heads = 1 << 20, .value_dim = 512, .max_tokens = 1 << 30}, LogBase::e,

@@ -112,7 +112,7 @@ class Drafts {
         replay_(world.device(), [this](Stream stream) { queue(stream); }),
         graph_(asked.graph) {
     if (asked.exchange == "peer-buffers" && !layer_.exchange().has_peer_buffers())
-      throw Skipped{"exchange by peer buffers cannot be had here: " + layer_.exchange().reason};
+      throw Skipped{"exchange by peer buffers is not available here: " + layer_.exchange().reason};
   }
 
   void run(std::int64_t tokens = kTokens, std::int64_t length = kKeys) {

@@ -141,7 +141,7 @@ std::vector<Shape> shapes_of_puts() {
 /// elsewhere NCCL sends them: the same bits.
 TEST(GatherKv, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
-  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
+  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between CPUs";
   if (world.size() == 1) GTEST_SKIP() << "alone nothing has to travel";
   const bool reach = reach_each_other(world);
   const std::uint64_t seed = shared_seed(world);

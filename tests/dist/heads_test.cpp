@@ -163,7 +163,7 @@ std::vector<Shape> shapes_that_begin_early(int ranks) {
 /// them: the same bits.
 TEST(Heads, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
-  if (world.device() == Device::host) GTEST_SKIP() << "rows have one way between processors";
+  if (world.device() == Device::host) GTEST_SKIP() << "rows have one way between CPUs";
   if (world.size() == 1) GTEST_SKIP() << "alone nothing has to travel";
   const Options probe{.head_dim = 64, .strategy = "gather-states"};
   const bool reach = Attention(world, probe).exchange().has_peer_buffers();

@@ -212,7 +212,7 @@ class ListedPositions : public ::testing::Test {
   }
 
   /// On GPUs keys of listed positions do not travel, and fewer strategies take them.
-  int least(int on_processors) const { return world_.device() == Device::host ? on_processors : 1; }
+  int least(int on_cpus) const { return world_.device() == Device::host ? on_cpus : 1; }
 
   Communicator world_;
   std::mt19937_64 random_;
@@ -236,7 +236,7 @@ TEST_F(ListedPositions, OfRowsBesideListedKeysAreEachOnes) {
 
 /// The check of arrays reports an invalid length in memory of a GPU.
 TEST_F(ListedPositions, OfNoLengthAreNotLookedFor) {
-  if (world_.device() == Device::host) GTEST_SKIP() << "on processors it is seen ahead";
+  if (world_.device() == Device::host) GTEST_SKIP() << "on CPUs it is seen ahead";
   const StrategyInfo& any = *std::find_if(
       strategies().begin(), strategies().end(),
       [](const StrategyInfo& info) { return std::string_view(info.name) == "gather-states"; });

@@ -55,7 +55,7 @@ std::int64_t keys_for_two_blocks(const Problem& problem, int ranks) {
 /// or not every step has its own block.
 TEST(RingKv, GivesTheSameBitsEveryWay) {
   const Communicator world = test_world();
-  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between processors";
+  if (world.device() == Device::host) GTEST_SKIP() << "keys have one way between CPUs";
   Options probe{.head_dim = 64, .strategy = "gather-states"};
   const bool reach = Attention(world, probe).exchange().has_peer_buffers();
   const std::uint64_t seed = shared_seed(world);

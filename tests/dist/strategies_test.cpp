@@ -102,7 +102,7 @@ TEST_F(Strategies, AgreeWithFloat64InWhateverTheyTake) {
 TEST(StrategyBytes, AreThoseOfTheTable) {
   const Communicator world = test_world();
   if (world.device() != Device::host)
-    GTEST_SKIP() << "bytes are counted as they come on processors alone";
+    GTEST_SKIP() << "bytes are counted as they come on CPUs alone";
   const int ranks = world.size();
   for (const bool by_rows : {false, true})
     for (const StrategyInfo& info : strategies()) {
@@ -170,7 +170,7 @@ TEST(StrategyBytes, OfABatchFollowMaxTotalKeys) {
 TEST(StrategyBytes, KeysThatNobodySeesDoNotTravel) {
   const Communicator world = test_world();
   if (world.device() != Device::host)
-    GTEST_SKIP() << "bytes are counted as they come on processors alone";
+    GTEST_SKIP() << "bytes are counted as they come on CPUs alone";
   const int ranks = world.size();
   StrategyCase c;
   c.shape.heads = c.shape.kv_heads = 1;

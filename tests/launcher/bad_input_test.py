@@ -151,7 +151,7 @@ class BadInputTest(CommandTest):
     def test_unknown_strategy(self):
         self.refused(USAGE, "teleport", "gather-states", extra=["--strategy", "teleport"])
 
-    def test_peer_buffers_on_processors(self):
+    def test_peer_buffers_on_cpu(self):
         """On one rank nothing travels; on more, CPUs have no peer buffers."""
         asked = ["--backend", "host", "--exchange", "peer-buffers"]
         self.ends(longspan(0, *self.arguments, *asked), OK)

@@ -130,8 +130,8 @@ class HelpTest(CommandTest):
                 with self.subTest(line=line):
                     self.ends(longspan(0, *words, timeout=300), OK)
 
-    def test_what_it_says_holds_on_processors(self):
-        self.assertIn("32 layers on GPUs, 4 on processors", self.help(["bench", "decode"]))
+    def test_what_it_says_holds_on_cpu(self):
+        self.assertIn("32 layers on GPUs, 4 on CPUs", self.help(["bench", "decode"]))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class UsageTest(CommandTest):
     def test_a_value_that_is_missing(self):
         self.told(["run", "--kv"], "--kv needs a value")
         self.told(["run", *SMALL, "--out"], "--out needs a value")
-        self.told(["run", *SMALL, "--out", "--digest"], '--out: "--digest" is no name of a file')
+        self.told(["run", *SMALL, "--out", "--digest"], '--out: "--digest" is not a file name')
         self.told(["run", "--kv", 1, "--kv", 2], "--kv was given 2 times")
         self.told(["run", "--causal=maybe"], "--causal takes no value")
 

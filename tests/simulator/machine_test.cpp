@@ -283,7 +283,7 @@ TEST(CopiesDeathTest, OfWhichSomebodyIsTooEarly) {
                "st.shared: .*a copy has not landed" HERE);
   EXPECT_DEATH(run_often(twice_kernel, how, out.data(), in.data()),
                "cp.async: .*a copy has not landed" HERE);
-  EXPECT_DEATH(run(oblique_kernel, how, out.data(), in.data()), "no multiple of its size" HERE);
+  EXPECT_DEATH(run(oblique_kernel, how, out.data(), in.data()), "not a multiple of its size" HERE);
   if (kChecksAddresses)
     EXPECT_DEATH(run_often(copy_kernel<false>, how, out.data(), in.data()),
                  "use-after-poison.*machine_test.cpp:[0-9]+");

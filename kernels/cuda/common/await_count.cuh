@@ -8,10 +8,16 @@
 
 namespace longspan::kernels::cuda {
 
-/// Waits until one of this rank's counters has reached `count`. Writes made before the increment
-/// are visible after this. An abort ends the wait: it sets counters higher than any count, and sets
-/// a word that this reads now and then. The word needs no call of the driver, which may be busy
-/// until this kernel ends: another thread may be loading the code of the next kernel.
+/// Waits until a counter has reached `count`. Writes made before the increment are visible after
+/// this. An abort ends the wait, because it sets counters higher than any count.
+__device__ inline void await_count(const std::uint64_t* counter, std::uint64_t count) {
+  while (arch::load_acquire(counter) < count) {
+  }
+}
+
+/// The same for one of this rank's counters, by a kernel that the host may wait for: CUDA may load
+/// the code of the next kernel only when this one has ended. An abort sets counters by a call of
+/// the driver, which may be busy with that load. So this also reads the abort word now and then.
 __device__ inline void await_count(const PutFlags& own, const std::uint64_t* counter,
                                    std::uint64_t count) {
   constexpr unsigned kLooks = 1024;  // the word is in host memory, which is slow to read

@@ -76,7 +76,7 @@ __device__ inline std::uint64_t here_before(const KeyArrivals& arrivals) {
 
 /// One thread waits until a rank's counter has reached `count`, for TMA too.
 __device__ inline void await_rank(const KeyArrivals& arrivals, int rank, std::uint64_t count) {
-  cuda::await_count(*arrivals.flags, arrivals.flags->here + rank, count);
+  cuda::await_count(arrivals.flags->here + rank, count);
   cuda::arch::publish_to_tma();
 }
 

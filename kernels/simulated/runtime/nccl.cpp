@@ -30,7 +30,7 @@ ncclResult_t init(ncclComm_t* made, int size, const ncclUniqueId& id, int rank, 
       return refuse("the rank or the number of ranks");
     *made = nullptr;
     if (settings().gpus.empty()) return ncclUnhandledCudaError;
-    if (id.internal[0] != '/') return refuse("an id that is none of ncclGetUniqueId");
+    if (id.internal[0] != '/') return refuse("an id that is not from ncclGetUniqueId");
     const auto comm = Comm::make(id.internal, rank, size, blocking);
     if (comm == nullptr) {
       nccl_error_text() = "no shared memory, or a rank that is there twice";

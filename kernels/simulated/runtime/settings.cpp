@@ -37,7 +37,7 @@ T own_number(const char* name, T least, T standard) {
   if (text.empty()) return standard;
   const T value = number<T>(text, least, least - 1);
   if (value < least) {
-    std::fprintf(stderr, "%s='%s' is no whole number from %lld on\n", name, text.c_str(),
+    std::fprintf(stderr, "%s='%s' is not a whole number from %lld on\n", name, text.c_str(),
                  static_cast<long long>(least));
     std::exit(2);
   }

@@ -39,7 +39,7 @@ class Known:
     def comm(self) -> Communicator:
         comm = self._comm()
         if comm is None:
-            raise UsageError("comm has been let go: nobody holds that communicator any more")
+            raise UsageError("comm was released: no object holds that communicator any more")
         return comm
 
     @property
@@ -70,7 +70,7 @@ def known(name: str) -> Known:
     try:
         return _known[name]
     except KeyError:
-        raise UsageError(f"comm is '{name}', and there is no such communicator in this process: it has been let go, "
+        raise UsageError(f"comm is '{name}', and there is no such communicator in this process: it was released, "
                          "its process group has been destroyed, or the name is of another process, where "
                          "longspan.torch.communicator(group) makes that of a group") from None
 
@@ -147,7 +147,7 @@ def _group_of(group_or_mesh: Any, dim: str | int | None):
             return None, device
         given = dist.group.WORLD
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("group is one that this rank is no member of; only its members compute")
+        raise UsageError("group is one that this rank is not a member of; only its members compute")
     if not isinstance(given, dist.ProcessGroup):
         raise TypeError(f"group is of type '{type(given).__name__}'; a ProcessGroup, a DeviceMesh of one "
                         "dimension or None is wanted")

@@ -109,7 +109,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("max_query_len -1", [](Options& o) { o.limits.max_query_len = -1; });
   refuse("ranks_per_node -1", [](Options& o) { o.ranks_per_node = -1; });
   refuse("max_workspace -1", [](Options& o) { o.limits.max_workspace = -1; });
-  refuse("exchange of number 4 is none of automatic, peer_buffers, peer_buffers_apart, gather",
+  refuse("exchange of number 4 is not one of automatic, peer_buffers, peer_buffers_apart, gather",
          [](Options& o) { o.exchange = static_cast<Exchange>(4); });
   for (const int dim : {-8, 0, 4, 12, 584}) {
     Options o = options();
@@ -159,12 +159,12 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("heads 0", [](Options& o) { o.heads = 0; });
   refuse("kv_heads 0", [](Options& o) { o.kv_heads = 0; });
   refuse("dtypes.query no type", [](Options& o) { o.dtypes.query = static_cast<DType>(9); });
-  refuse("keys have a layout of number 6, which is none",
+  refuse("keys have a layout of number 6, which does not exist",
          [](Options& o) { o.keys.layout = static_cast<Layout>(6); });
   refuse("keys have blocks of 0; a block has 1 to", [](Options& o) { o.keys.block = 0; });
   refuse("keys have blocks of 2147483648",
          [](Options& o) { o.keys.block = std::int64_t{1} << 31; });
-  refuse("queries have a layout of number 77, which is none",
+  refuse("queries have a layout of number 77, which does not exist",
          [](Options& o) { o.queries = Sharding{static_cast<Layout>(77)}; });
   refuse("queries have blocks of -1", [](Options& o) {
     o.queries = Sharding{Layout::interleaved, -1};
@@ -752,9 +752,9 @@ TEST(Validate, SmallArraysThatDoNot) {
                  (v.any_float ? "a float type" : longspan::name(v.dtype)) + " is wanted",
              [&](Tensor& t) { t.dtype = dtype; });
     }
-    refuse(
-        name + (v.any_float ? " is no type; a float" : " has a type of number 200, which is none"),
-        [](Tensor& t) { t.dtype = static_cast<DType>(200); });
+    refuse(name + (v.any_float ? " is no type; a float"
+                               : " has a type of number 200, which does not exist"),
+           [](Tensor& t) { t.dtype = static_cast<DType>(200); });
     for (const std::int64_t extent : {v.extent + 1, v.extent - 1, std::int64_t{0}}) {
       if (says_batch || (v.may_be_one && extent == 1)) continue;
       refuse(name + " is [" + std::to_string(extent) + "]; [" + number + "] is wanted",

@@ -70,14 +70,14 @@ TEST(Machine, ATextThatMakesNoSenseIsRefusedByName) {
   refused(good + "call_s 1e-320\n", "'1e-320', which is not a number of seconds from 1e-15 to");
   refused(good + "flops_per_s 1e-320\n", "'1e-320', which is not a rate from 1 to 1e30");
   refused(good + "flops_per_s 1e400\n", "'1e400', which is not a rate from 1 to 1e30");
-  refused(good + std::string(5000, 'x') + " 1\n", "xxx...', which is no constant");
-  refused(good + "\x80\xff 1\n", "?', which is no constant");
+  refused(good + std::string(5000, 'x') + " 1\n", "xxx...', which is not a constant");
+  refused(good + "\x80\xff 1\n", "?', which is not a constant");
   refused(good + "latency_s -1e-6\n", "latency_s");
   refused(good + "latency_s nan\n", "latency_s");
   refused(good + "latency_s 1e-6s\n", "latency_s");
   refused(good + "overlap 1.5\n", "overlap");
-  refused(good + "latency_s\n", "no name and value");
-  refused(good + "latency_s 1 2\n", "no name and value");
+  refused(good + "latency_s\n", "not a name and a value");
+  refused(good + "latency_s 1 2\n", "not a name and a value");
   refused(good.substr(good.find('\n') + 1), "no flops_per_s");
   refused("", "no flops_per_s");
 }

@@ -14,7 +14,7 @@ namespace peer {
 inline void check(const void* address, std::uintptr_t bytes, const char* what,
                   simulated::Site site) {
   if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0)
-    simulated::fail(std::string(what) + ": the address is no multiple of the access", site);
+    simulated::fail(std::string(what) + ": the address is not a multiple of the access", site);
 }
 
 /// `kCount` words of Word, one after another; other threads may run, and words arrive, between

@@ -35,7 +35,7 @@ void copy_async(std::uint32_t to, const void* from, int bytes,
     simulated::fail(
         "cp.async of " + std::to_string(bytes) + " bytes out of " + std::to_string(kBytes), site);
   if (reinterpret_cast<std::uintptr_t>(from) % kBytes != 0)
-    simulated::fail("cp.async from an address that is no multiple of its size", site);
+    simulated::fail("cp.async from an address that is not a multiple of its size", site);
   simulated::shared_pointer(to, kBytes, kBytes, "cp.async", site);
   simulated::copy_async(to, from, kBytes, bytes, site);
 }

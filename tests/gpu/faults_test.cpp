@@ -146,7 +146,7 @@ TEST_F(GpuFaults, TheLayerReportsWhenItWaits) {
                .query_start = arrays.start,
                .kv_len = arrays.kv_len,
                .block_table = arrays.table});
-    expect_fault("block_table[1][2] is 8, which is no page", [&] { layer.wait(); });
+    expect_fault("block_table[1][2] is 8, which is not a page", [&] { layer.wait(); });
   });
   layer.wait();  // a fault is reported once
   run(layer, last);

@@ -71,7 +71,7 @@ class UsageTest(CommandTest):
             self.told(["run", option, word], f'{option}: "{word}" is not one of', f"did you mean {meant}?")
         self.told(["bench", "scale", "--strategies", "ringkv"], "did you mean ring-kv?")
         self.told(["bench", "scale", "--phases", "prefil"], "did you mean prefill?")
-        self.told(["run", "--shard", "zigzagg"], '"zigzagg" is none of', "did you mean zigzag?")
+        self.told(["run", "--shard", "zigzagg"], '"zigzagg" is not one of', "did you mean zigzag?")
         self.told(["reshard", "--to", "stripped"], "did you mean striped?")
 
     def test_the_status_is_documented(self):

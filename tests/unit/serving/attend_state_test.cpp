@@ -675,7 +675,7 @@ TEST_F(AttendStateTest, AttendRefusesByName) {
           {"at most 30 were promised", [](Call& c) { c.a.max_kv_len = 30; }},
           {"at most 2 were promised", [](Call& c) { c.a.max_query_len = 2; }},
           {"query_start descends", [](Call& c) { c.start[1] = 5; }},
-          {"block_table[0][0] is 9, which is no page",
+          {"block_table[0][0] is 9, which is not a page",
            [](Call& c) {
              c.a.k = Tensor(c.keys.data(), {5, 20, 2, 32});
              c.a.v = Tensor(c.values.data(), {5, 20, 2, 32});

@@ -53,9 +53,9 @@ std::vector<Change<Args>> paged_refusals() {
              Tensor(p.k_cache.data(), fp32, {kPages, kKvHeads, kDim / 8, kPage, 8});
        }},
       {"block_table is missing", [](Args& a, ServingCalls&) { a.attention.block_table = {}; }},
-      {"block_table[1][2] is 9, which is no page",
+      {"block_table[1][2] is 9, which is not a page",
        [](Args&, ServingCalls& p) { p.table[6] = kPages; }},
-      {"block_table[0][0] is -1, which is no page",
+      {"block_table[0][0] is -1, which is not a page",
        [](Args&, ServingCalls& p) { p.table[0] = -1; }},
       {"there is room for 64 in its row of block_table",
        [](Args&, ServingCalls& p) { p.kv_len[1] = 80; }},

@@ -147,7 +147,7 @@ void refuse_derivatives(nb::handle tensor, const char* name) {
   const nb::object parts = forward.attr("unpack_dual")(tensor);
   if (!nb::object(parts.attr("tangent")).is_none())
     throw Unsupported(std::string(name) +
-                      " is a dual tensor of forward mode, and there is not a derivative: give "
+                      " is a dual tensor of forward mode, and there is no derivative: give "
                       "torch.autograd.forward_ad.unpack_dual(" +
                       name + ").primal");
 }

@@ -29,7 +29,7 @@ def refuse_derivative(name: str, tensor: Any) -> None:
         return
     if has_tangent(tensor):
         raise UnsupportedError(f"{name} is a dual tensor (forward mode: torch.func.jvp, jacfwd, dual_level), and there "
-                               f"is not a derivative: give {name}.detach()")
+                               f"is no derivative: give {name}.detach()")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
                                f"torch.inference_mode(), or give {name}.detach()")

@@ -68,7 +68,7 @@ class Link {
 
   std::shared_ptr<Handle> handle_;  // shared with the watchdog's thread
   std::unique_ptr<Watchdog> watchdog_;
-  std::optional<int> open_slot_;
+  std::optional<int> open_slot_;  // from open_watch to close_watch
   bool aborted_ = false;
 };
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
 
 namespace longspan::tests {
@@ -219,18 +220,6 @@ Options options_of(const Case& one) {
   return options;
 }
 
-/// What a rank is told; empty when nobody complained.
-std::string told(const std::function<void()>& work) {
-  try {
-    work();
-    return "";
-  } catch (const UsageError& error) {
-    return error.what();
-  } catch (const Error& error) {
-    return "not a UsageError: " + std::string(error.what());
-  }
-}
-
 TEST(Agreement, EveryDifferenceOfARunIsAnErrorThatNamesIt) {
   for (const Case& one : kCases) {
     const Communicator world = test_world();
@@ -411,13 +400,7 @@ TEST_P(TwoLayers, InDifferentOrdersGiveNoResult) {
       GTEST_SKIP() << "it does not serve these ranks";
     }
     Attention first(world, options), second(world, other);
-    const bool swapped = world.rank() == world.size() - 1;
-    const std::string text = told([&] {
-      (swapped ? second : first).run(run.args);
-      (swapped ? first : second).run(run.args);
-      first.wait();
-      second.wait();
-    });
+    const std::string text = told_in_different_orders(world, first, second, run.args);
     EXPECT_THAT(text, ::testing::HasSubstr(pair.says));
     EXPECT_FALSE(world.device() == Device::host && run.wrote()) << "a result of different runs";
   }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 #include "tests/support/outputs_case.hpp"
@@ -415,18 +416,6 @@ TEST_F(CrossRankMergeTest, BatchOfHeadsByTokens) {
 
 // ---- what ranks must agree on -----------------------------------------------------------------
 
-/// A rank's error; empty without one.
-std::string told(const std::function<void()>& work) {
-  try {
-    work();
-    return "";
-  } catch (const UsageError& error) {
-    return error.what();
-  } catch (const Error& error) {
-    return "not a UsageError: " + std::string(error.what());
-  }
-}
-
 TEST(CrossRankMergeAgreement, EveryOptionIsComparedOrMayDiffer) {
   struct Change {
     const char* says;  // empty: it may differ
@@ -556,13 +545,7 @@ TEST(CrossRankMergeAgreement, RanksThatRunTwoMergesInDifferentOrdersGetNoResult)
     MergeOptions other = run.options(scatter);
     other.nan_is_empty = true;
     CrossRankMerge first(world, run.options(scatter), LogBase::e), second(world, other, LogBase::e);
-    const bool swapped = world.rank() == world.size() - 1;
-    const std::string text = told([&] {
-      (swapped ? second : first).run(run.args);
-      (swapped ? first : second).run(run.args);
-      first.wait();
-      second.wait();
-    });
+    const std::string text = told_in_different_orders(world, first, second, run.args);
     EXPECT_THAT(text, HasSubstr("'nan_is_empty' differs between ranks"));
     EXPECT_FALSE(run.wrote()) << "a result of different runs";
   }

@@ -18,6 +18,7 @@ __device__ inline void await_count(const std::uint64_t* counter, std::uint64_t c
 /// The same for one of this rank's counters, by a kernel that the host may wait for: CUDA may load
 /// the code of the next kernel only when this one has ended. An abort sets counters by a call of
 /// the driver, which may be busy with that load. So this also reads the abort word now and then.
+/// (The Hopper attention does not: it would spill more registers.)
 __device__ inline void await_count(const PutFlags& own, const std::uint64_t* counter,
                                    std::uint64_t count) {
   constexpr unsigned kLooks = 1024;  // the word is in host memory, which is slow to read

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "longspan/mask.hpp"
-#include "longspan/score.hpp"
+#include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/types.hpp"
 

@@ -20,6 +20,7 @@
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/host/visible.hpp"
+#include "longspan/score.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {

@@ -4,7 +4,7 @@
 
 #include "longspan/attention.hpp"
 #include "longspan/element.hpp"
-#include "longspan/score.hpp"
+#include "longspan/score_terms.hpp"
 #include "longspan/serving.hpp"
 #include "src/arguments/run_arrays.hpp"
 

@@ -4,7 +4,7 @@
 
 #include "longspan/element.hpp"
 #include "longspan/mask.hpp"
-#include "longspan/score.hpp"
+#include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
 
 namespace longspan {

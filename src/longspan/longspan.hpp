@@ -14,7 +14,6 @@
 #include "longspan/options.hpp"
 #include "longspan/order.hpp"
 #include "longspan/reshard.hpp"
-#include "longspan/score.hpp"
 #include "longspan/serving.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/state.hpp"

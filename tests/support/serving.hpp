@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "longspan/mask.hpp"
-#include "longspan/score.hpp"
+#include "longspan/score_terms.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::tests {

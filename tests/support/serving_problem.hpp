@@ -21,7 +21,7 @@
 #include "launcher/judge/oracle.hpp"
 #include "launcher/problem/elements.hpp"
 #include "longspan/mask.hpp"
-#include "longspan/score.hpp"
+#include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/common/view.cuh"
+#include "longspan/score.hpp"
 
 namespace longspan::kernels::cuda {
 

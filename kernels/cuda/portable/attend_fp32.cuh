@@ -17,6 +17,7 @@
 
 #include "kernels/cuda/dispatch/attend.hpp"
 #include "kernels/cuda/portable/segment_loop.cuh"
+#include "longspan/score.hpp"
 
 namespace longspan::kernels::cuda {
 

@@ -13,6 +13,7 @@
 #include "kernels/cuda/arch/tf32.cuh"
 #include "kernels/cuda/portable/attend_tf32.hpp"
 #include "kernels/cuda/portable/segment_loop.cuh"
+#include "longspan/score.hpp"
 
 namespace longspan::kernels::cuda {
 

@@ -107,7 +107,8 @@ class Transfer {
 /// The transfers of the pieces of one shift.
 class Transfers {
  public:
-  static constexpr int kMost = 4;
+  // Keys, values, the scales of each, their positions, and the report of the run: there and back.
+  static constexpr int kMost = 12;
 
   void wait(Stream stream) {
     for (Transfer& part : parts_) part.wait(stream);

@@ -179,6 +179,24 @@ TEST(Started, ShiftsOfWhatDiffersInSize) {
   }
 }
 
+/// As many pieces in one shift as one may have.
+TEST(Started, AShiftOfTheMostPieces) {
+  const Communicator world = host_world();
+  const std::uint64_t seed = shared_seed(world);
+  const int size = world.size(), from = (world.rank() + size - 1) % size;
+  std::vector<Bytes> sent, got, expected;
+  std::vector<comm::Piece> pieces;
+  for (int i = 0; i < comm::Transfers::kMost; ++i) {
+    sent.push_back(message(seed, world.rank(), i, uneven_bytes(seed, world.rank(), i)));
+    expected.push_back(message(seed, from, i, uneven_bytes(seed, from, i)));
+    got.push_back(poison(expected.back().size()));
+  }
+  for (std::size_t i = 0; i < sent.size(); ++i)
+    pieces.push_back({sent[i].data(), sent[i].size(), got[i].data(), got[i].size()});
+  comm::transport_of(world).start_shifts(pieces, 1, {}, "test").wait({});
+  for (std::size_t i = 0; i < sent.size(); ++i) EXPECT_TRUE(got[i] == expected[i]) << i;
+}
+
 /// A rank that waits for a late one is asleep when the first part of its message comes.
 TEST(Collectives, AShiftBringsALargeMessageOfALateRank) {
   const Communicator world = host_world();

@@ -17,6 +17,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/element.hpp"
 #include "longspan/serving.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/tensor.hpp"
 
 namespace longspan::bench {
@@ -140,7 +141,7 @@ class Cache {
       k_ = Array(device, k, {pages, s.page, s.kv_heads, s.dim});
       v_ = Array(device, v, {pages, s.page, s.kv_heads, s.dim});
     } else {
-      const int x = 16 / static_cast<int>(size_of(s.dtype));
+      const int x = storage_of(s.dtype).elements(16);
       k_ = Array(device, k, {pages, s.kv_heads, s.dim / x, s.page, x});
       v_ = Array(device, v, {pages, s.kv_heads, s.dim, s.page});
     }
@@ -148,7 +149,7 @@ class Cache {
     std::iota(table.begin(), table.end(), 0);
     if (s.permuted) std::shuffle(table.begin(), table.end(), std::mt19937_64(seed));
     table_ = Numbers<std::int32_t>(device, std::move(table));
-    if (is_fp8(s.dtype)) scales_ = Numbers<float>(device, {kScaleK, kScaleV});
+    if (storage_of(s.dtype).needs_scale) scales_ = Numbers<float>(device, {kScaleK, kScaleV});
   }
 
   void give(PagedAttention& args) const {

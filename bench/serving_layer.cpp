@@ -56,7 +56,10 @@ class LayerDecode {
   }
 
   int copies() const { return static_cast<int>(k_.size()); }
-  double bytes() const { return 2.0 * static_cast<double>(keys_) * kv_heads_ * kDim * 2; }
+  double bytes() const {
+    return 2.0 * static_cast<double>(keys_) * kv_heads_ *
+           static_cast<double>(storage_of(bf16).row_bytes(kDim));
+  }
 
   void operator()(int i, Stream stream) {
     AttentionArgs args{

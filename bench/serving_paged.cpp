@@ -28,8 +28,8 @@ void decode_row(const Settings& s, const ServingOps& ops, const DecodeRow& row, 
                        s.window);
   const Times t = times(s.device, std::ref(problem), effort(s, 5));
   const std::int64_t read = s.window > 0 ? std::min(kv_len, s.window + s.tokens - 1) : kv_len;
-  const double bytes = 2.0 * row.batch * static_cast<double>(read) * row.kv_heads * 128 *
-                       static_cast<double>(size_of(shape.dtype));
+  const double bytes = 2.0 * row.batch * static_cast<double>(read) * row.kv_heads *
+                       static_cast<double>(storage_of(shape.dtype).row_bytes(128));
   Json line = problem.describe("decode");
   line["bytes"] = bytes;
   line["tb_s"] = rate(bytes, t);

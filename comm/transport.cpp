@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::comm {
 namespace {

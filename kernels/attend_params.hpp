@@ -8,8 +8,8 @@
 #include "kernels/geometry.hpp"
 #include "kernels/key_arrivals.hpp"
 #include "kernels/tensors.hpp"
-#include "longspan/element.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::kernels {
 
@@ -27,9 +27,10 @@ struct Operands {
                // v
   Rows new_v;  // and are written there before the attention; or null
 
-  Scales q_scale;  // with k_scale, factors of every product, applied first
-  Scales k_scale;
-  Scales v_scale;  // of o, in the state
+  // Each holds for all keys of a head.
+  ScaleView q_scale;  // with k_scale, factors of every product, applied first
+  ScaleView k_scale;
+  ScaleView v_scale;  // of o, in the state
 };
 
 /// Cuts each sequence's local keys into `count` parts, each with its own state; the state of part s
@@ -85,7 +86,7 @@ struct Scratch {
 struct AttendParams : Geometry, Operands, StateTarget, Scratch {
   /// The scale of the scores, including the scales of a quantised q and k.
   LONGSPAN_HD float scale(int kv_head) const {
-    return score.scale * q_scale[kv_head] * k_scale[kv_head];
+    return score.scale * q_scale.of(kv_head) * k_scale.of(kv_head);
   }
 };
 

@@ -18,6 +18,7 @@
 #include "kernels/geometry.hpp"
 #include "kernels/row_word.hpp"
 #include "kernels/tensors.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::kernels {
 
@@ -79,10 +80,10 @@ LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_
 }
 
 /// The widest word in which rows of `copy` can be moved to contiguous rows.
-inline int copy_word(const KeyCopy& copy, const Pages& pages, int element_bytes) {
+inline int copy_word(const KeyCopy& copy, const Pages& pages, const StorageFormat& format) {
   const KvRows to(copy.to, copy.dim, copy.dim);
-  return std::min(row_word(copy.from, static_cast<bool>(pages), copy.dim, element_bytes),
-                  row_word(to, false, copy.dim, element_bytes));
+  return std::min(row_word(copy.from, static_cast<bool>(pages), copy.dim, format),
+                  row_word(to, false, copy.dim, format));
 }
 
 }  // namespace longspan::kernels

@@ -11,6 +11,7 @@
 #include "longspan/element.hpp"
 #include "longspan/order.hpp"
 #include "longspan/state.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 #include "src/base/put_flags.hpp"
 
@@ -207,13 +208,11 @@ struct PackOutputsParams {
     return {map_of == MapOf::sources ? other : token, map_of == MapOf::places ? other : token};
   }
 
-  std::int64_t row_bytes() const {
-    return std::int64_t{dim} * static_cast<std::int64_t>(size_of(dtype));
-  }
+  std::int64_t row_bytes() const { return storage_of(dtype).row_bytes(dim); }
   /// The widest word, up to 16 bytes, that divides all rows and their start addresses.
   int word() const {
-    const auto bytes = [&](std::int64_t elements) {
-      return static_cast<std::uintptr_t>(elements) * size_of(dtype);
+    const auto bytes = [format = storage_of(dtype)](std::int64_t elements) {
+      return static_cast<std::uintptr_t>(format.bytes(elements));
     };
     std::uintptr_t all = static_cast<std::uintptr_t>(row_bytes()) | bytes(from.gap.elements) |
                          bytes(to.gap.elements);

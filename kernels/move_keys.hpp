@@ -13,6 +13,7 @@
 #include "kernels/merge_params.hpp"
 #include "kernels/row_word.hpp"
 #include "kernels/tensors.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::kernels {
 
@@ -71,9 +72,9 @@ LONGSPAN_HD inline KeyMove values_of(const MoveKeysParams& p) {
 
 /// The widest word in which rows can be moved.
 inline int move_word(const MoveKeysParams& p, const KeyMove& move) {
-  const int element_bytes = static_cast<int>(size_of(p.dtype));
-  return std::min(row_word(move.from, static_cast<bool>(p.from.pages), move.dim, element_bytes),
-                  row_word(move.to, static_cast<bool>(p.to.pages), move.dim, element_bytes));
+  const StorageFormat format = storage_of(p.dtype);
+  return std::min(row_word(move.from, static_cast<bool>(p.from.pages), move.dim, format),
+                  row_word(move.to, static_cast<bool>(p.to.pages), move.dim, format));
 }
 
 }  // namespace longspan::kernels

@@ -11,6 +11,7 @@
 #include "kernels/merge_params.hpp"
 #include "kernels/tensors.hpp"
 #include "longspan/shard.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::kernels {
@@ -35,8 +36,8 @@ struct AppendParams {
   const std::int64_t* slots = nullptr;  // [tokens]; or null
   Batch batch;                          // without slots
   Shard shard;                          // without slots
-  Scales k_scale;
-  Scales v_scale;
+  ScaleView k_scale;
+  ScaleView v_scale;
 };
 
 /// Sets the sizes and types of an append to those of an attention.

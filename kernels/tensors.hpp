@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "longspan/state.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::kernels {
@@ -26,6 +27,10 @@ struct Rows {
   template <class T>
   LONGSPAN_HD T* at(std::int64_t row, std::int64_t head) const {
     return static_cast<T*>(data) + offset(row, head);
+  }
+  /// The address of the element that is `elements` after the first.
+  LONGSPAN_HD std::byte* address(const StorageFormat& format, std::int64_t elements) const {
+    return static_cast<std::byte*>(data) + format.bytes(elements);
   }
 };
 

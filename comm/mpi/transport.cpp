@@ -23,6 +23,7 @@
 #include "comm/controlled.hpp"
 #include "comm/mpi/mailbox.hpp"
 #include "comm/sum.hpp"
+#include "longspan/storage.hpp"
 #include "src/base/check.hpp"
 
 namespace longspan::comm {

@@ -13,6 +13,7 @@
 #include "comm/nccl/peer_buffers.hpp"
 #include "comm/nccl/receive_buffer.hpp"
 #include "longspan/buffer.hpp"
+#include "longspan/storage.hpp"
 #include "src/base/check.hpp"
 #include "src/base/device_guard.hpp"
 

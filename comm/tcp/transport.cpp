@@ -19,6 +19,7 @@
 #include "comm/sum.hpp"
 #include "comm/tcp/connect.hpp"
 #include "comm/tcp/mesh.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::comm {
 namespace {

@@ -13,23 +13,23 @@ namespace {
 struct Tensors {
   const Rows& from;
   const KvRows& to;
-  const Scales& scales;
-  int dim;  // of a row of a head
+  ScaleView scales;  // of the row in the cache
+  int dim;           // of a row of a head
 };
 
 /// Stores row `token` of the new tensor at the offset `at` (in elements) of the cache.
 void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std::int64_t at) {
   const bool plain = p.dtype == p.kv_dtype && !t.scales;
-  const std::size_t size = size_of(p.dtype);
+  const StorageFormat format = storage_of(p.dtype);
   for (int head = 0; head < p.kv_heads; ++head) {
     const std::int64_t from = token * t.from.row_stride + head * t.from.head_stride;
     const std::int64_t to = at + head * t.to.head_stride;
     if (plain && t.to.dense()) {
-      std::memcpy(static_cast<std::byte*>(t.to.data) + to * size,
-                  static_cast<const std::byte*>(t.from.data) + from * size, t.dim * size);
+      std::memcpy(t.to.address(format, to), t.from.address(format, from),
+                  static_cast<std::size_t>(format.row_bytes(t.dim)));
       continue;
     }
-    const float scale = t.scales[head];
+    const float scale = t.scales.of(head);
     for (int d = 0; d < t.dim; ++d) {
       const float value = load_element(t.from.data, p.dtype, from + d);
       store_element(t.to.data, p.kv_dtype, to + t.to.column(d), t.scales ? value / scale : value);
@@ -43,9 +43,11 @@ void append(const AppendParams& p, ThreadPool& pool) {
   pool.run(p.tokens, [&](std::int64_t token, int) {
     const CacheRow row = cache_row(p, token);
     if (row.row < 0) return;
-    store_row(p, {p.new_k, p.k, p.k_scale, p.head_dim}, token, row.offset(p.k));
+    store_row(p, {p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}, token,
+              row.offset(p.k));
     if (p.new_v.data == nullptr) return;
-    store_row(p, {p.new_v, p.v, p.v_scale, p.value_dim}, token, row.offset(p.v));
+    store_row(p, {p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim}, token,
+              row.offset(p.v));
   });
 }
 

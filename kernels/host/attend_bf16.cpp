@@ -346,7 +346,7 @@ class Bf16TileRun {
     float* const of_block = leaf(block, level, folds);
     if (!finite_) mend(seen.by[block], rows, place, of_block);
     if (p_.v_scale) {
-      const __m512 scale = _mm512_set1_ps(p_.v_scale[tile_.kv_head]);
+      const __m512 scale = _mm512_set1_ps(p_.v_scale.of(tile_.kv_head));
       for (int i = 0; i < rows * padded(); i += 16)
         _mm512_store_ps(of_block + i, _mm512_mul_ps(scale, _mm512_load_ps(of_block + i)));
     }

@@ -253,8 +253,8 @@ class TileRun {
   template <class Visit>
   void for_few_keys(Range keys, int first, std::int64_t head_stride, int dim, Visit&& visit) {
     constexpr std::int64_t kAhead = 16 << 10, kMost = 32 << 10;  // bytes
-    const std::int64_t size = static_cast<std::int64_t>(size_of(p_.kv_dtype)),
-                       of_key = tile_.kv_heads * dim * size;
+    const StorageFormat format = storage_of(p_.kv_dtype);
+    const std::int64_t of_key = tile_.kv_heads * format.row_bytes(dim);
     const int stretch = tile_.kv_heads == 1 || kFewKeys * of_key <= kMost ? kFewKeys : 16;
     const int ahead = static_cast<int>(
         std::clamp<std::int64_t>(kAhead / (stretch * of_key) * stretch, stretch, kSegment));
@@ -262,10 +262,10 @@ class TileRun {
     for (int j = keys.begin; j < keys.end; j += stretch) {
       few.count = std::min(stretch, keys.end - j);
       for (int head = 0; head < tile_.kv_heads; ++head) {
+        const std::int64_t of_head = format.bytes(head * head_stride);
         const auto row = [&](int i) {
           const std::byte* of_first = order_[std::min(first + j + i, 3 * kSegment - 1)];
-          return of_first ? of_first + head * head_stride * size
-                          : reinterpret_cast<const std::byte*>(kZeros);
+          return of_first ? of_first + of_head : reinterpret_cast<const std::byte*>(kZeros);
         };
         for (int i = 0; i < few.count; ++i) {
           few.rows[i] = row(i);
@@ -343,7 +343,7 @@ class TileRun {
     // rank are then alike, so the bits do not depend on the number of ranks, whatever the factor.
     if (p_.v_scale)
       for (int r = 0; r < tile_.rows; ++r)
-        multiply_row(p_.v_scale[tile_.kv_head + head], of_head + r * padded_);
+        multiply_row(p_.v_scale.of(tile_.kv_head + head), of_head + r * padded_);
   }
 
   void multiply_row(float factor, float* row) const {

@@ -11,26 +11,25 @@ namespace {
 
 constexpr std::int64_t kKeys = 64;  // that a thread takes at a time
 
-void copy_row(const KeyCopy& copy, int kv_heads, std::int64_t element_bytes, const CacheRow& row,
+void copy_row(const KeyCopy& copy, int kv_heads, const StorageFormat& format, const CacheRow& row,
               std::int64_t to) {
   const KvRows& from = copy.from;
-  const std::int64_t head_bytes = copy.dim * element_bytes;
-  const std::byte* source =
-      static_cast<const std::byte*>(from.data) + row.offset(from) * element_bytes;
+  const std::int64_t head_bytes = format.row_bytes(copy.dim);
+  const std::byte* source = from.address(format, row.offset(from));
   std::byte* target = copy.to + to * kv_heads * head_bytes;
   if (from.dense() && from.head_stride == copy.dim) {
     std::memcpy(target, source, static_cast<std::size_t>(kv_heads * head_bytes));
     return;
   }
   for (int head = 0; head < kv_heads; ++head, target += head_bytes) {
-    const std::byte* of_head = source + head * from.head_stride * element_bytes;
+    const std::byte* of_head = source + format.bytes(head * from.head_stride);
     if (from.dense()) {
       std::memcpy(target, of_head, static_cast<std::size_t>(head_bytes));
       continue;
     }
     for (int d = 0; d < copy.dim; ++d)
-      std::memcpy(target + d * element_bytes, of_head + from.column(d) * element_bytes,
-                  static_cast<std::size_t>(element_bytes));
+      std::memcpy(target + format.bytes(d), of_head + format.bytes(from.column(d)),
+                  static_cast<std::size_t>(format.bytes(1)));
   }
 }
 
@@ -38,7 +37,7 @@ void copy_row(const KeyCopy& copy, int kv_heads, std::int64_t element_bytes, con
 
 void copy_keys(const CopyKeysParams& p, ThreadPool& pool) {
   const Geometry& g = p.geometry;
-  const auto element_bytes = static_cast<std::int64_t>(size_of(g.kv_dtype));
+  const StorageFormat format = storage_of(g.kv_dtype);
   const std::int64_t stretches = (p.longest + kKeys - 1) / kKeys;
   pool.run(g.batch.size * stretches, [&](std::int64_t item, int) {
     const int b = static_cast<int>(item / stretches);
@@ -48,7 +47,7 @@ void copy_keys(const CopyKeysParams& p, ThreadPool& pool) {
       const KeyPlace place = place_of(p, b, i);
       if (place.to < 0) continue;
       for (const KeyCopy& copy : {keys_of(p), values_of(p)})
-        if (copy.to != nullptr) copy_row(copy, g.kv_heads, element_bytes, place.from, place.to);
+        if (copy.to != nullptr) copy_row(copy, g.kv_heads, format, place.from, place.to);
     }
   });
 }

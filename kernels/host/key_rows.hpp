@@ -67,11 +67,11 @@ class KeyRows {
 
   static void place(const AttendParams& p, const KvRows& rows, const void* data, std::int64_t page,
                     std::int64_t row, int kv_head, int begin, int end, const std::byte** to) {
-    const auto size = static_cast<std::int64_t>(size_of(p.kv_dtype));
-    const std::int64_t step = rows.row_stride * size;
+    const StorageFormat format = storage_of(p.kv_dtype);
+    const std::int64_t step = format.bytes(rows.row_stride);
     const std::byte* at =
         static_cast<const std::byte*>(data) +
-        (page * rows.page_stride + row * rows.row_stride + kv_head * rows.head_stride) * size;
+        format.bytes(page * rows.page_stride + row * rows.row_stride + kv_head * rows.head_stride);
     for (int j = begin; j < end; ++j, at += step) to[j] = at;
   }
 

@@ -9,26 +9,24 @@
 namespace longspan::kernels::host {
 namespace {
 
-void move_row(const KeyMove& move, int kv_heads, std::int64_t element_bytes, const CacheRow& from,
+void move_row(const KeyMove& move, int kv_heads, const StorageFormat& format, const CacheRow& from,
               const CacheRow& to) {
-  const auto* source = static_cast<const std::byte*>(move.from.data);
-  auto* target = static_cast<std::byte*>(move.to.data);
   const bool whole = move.from.dense() && move.to.dense();
   for (int head = 0; head < kv_heads; ++head) {
     const std::int64_t source_at = from.offset(move.from) + head * move.from.head_stride;
     const std::int64_t target_at = to.offset(move.to) + head * move.to.head_stride;
     const int together = whole ? move.dim : 1;
     for (int d = 0; d < move.dim; d += together)
-      std::memcpy(target + (target_at + move.to.column(d)) * element_bytes,
-                  source + (source_at + move.from.column(d)) * element_bytes,
-                  static_cast<std::size_t>(together * element_bytes));
+      std::memcpy(move.to.address(format, target_at + move.to.column(d)),
+                  move.from.address(format, source_at + move.from.column(d)),
+                  static_cast<std::size_t>(format.bytes(together)));
   }
 }
 
 }  // namespace
 
 void move_keys(const MoveKeysParams& p, ThreadPool& pool) {
-  const auto element_bytes = static_cast<std::int64_t>(size_of(p.dtype));
+  const StorageFormat format = storage_of(p.dtype);
   const bool has_values = p.from.v.data != nullptr && p.to.v.data != nullptr;
   pool.run(p.count, [&](std::int64_t item, int) {
     const KeyRun& run = p.runs[item];
@@ -36,8 +34,8 @@ void move_keys(const MoveKeysParams& p, ThreadPool& pool) {
       const CacheRow from = p.from.row(run.sequence, run.from_key + i);
       const CacheRow to = p.to.row(run.sequence, run.to_key + i);
       if (from.row < 0 || to.row < 0) continue;
-      move_row(keys_of(p), p.kv_heads, element_bytes, from, to);
-      if (has_values) move_row(values_of(p), p.kv_heads, element_bytes, from, to);
+      move_row(keys_of(p), p.kv_heads, format, from, to);
+      if (has_values) move_row(values_of(p), p.kv_heads, format, from, to);
     }
   });
 }

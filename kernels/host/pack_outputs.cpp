@@ -8,14 +8,14 @@
 namespace longspan::kernels::host {
 
 void pack_outputs(const PackOutputsParams& p, ThreadPool& pool) {
-  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const StorageFormat format = storage_of(p.dtype);
   pool.run_stretches(p.tokens * p.heads, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = begin; row < end; ++row) {
       const std::int64_t token = row / p.heads, head = row % p.heads;
       const auto [from, to] = p.move(token);
       if (to < 0 || !in_batch(p.batch, to)) continue;
       const auto place = [&](const TokenRows& rows, std::int64_t at) {
-        return static_cast<std::byte*>(rows.data) + rows.offset(at, head) * size;
+        return rows.address(format, rows.offset(at, head));
       };
       std::memcpy(place(p.to, to), place(p.from, from), static_cast<std::size_t>(p.row_bytes()));
       if (p.to_lse.data != nullptr) *p.to_lse.at(to, head) = *p.from_lse.at(from, head);

@@ -61,7 +61,9 @@ DecodeStep::DecodeStep(const Communicator& world, const DecodeShape& shape,
     });
   });
   const std::size_t out_rows = shape.layers * shape.rows() * shape.options.heads;
-  out_ = Buffer(device, out_rows * shape.options.head_dim * size_of(shape.options.dtypes.compute));
+  out_ =
+      Buffer(device,
+             out_rows * storage_of(shape.options.dtypes.compute).row_bytes(shape.options.head_dim));
   lse_ = Buffer(device, out_rows * sizeof(float));
   kv_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
   own_len_ = Buffer(device, shape.batch * sizeof(std::int32_t));
@@ -121,7 +123,7 @@ void DecodeStep::make_args() {
   // Views a buffer from element `first` on as a dense tensor.
   const auto view = [device](const Buffer& buffer, DType dtype, std::int64_t first,
                              std::initializer_list<std::int64_t> extents) {
-    auto* const data = static_cast<std::byte*>(buffer.data()) + first * size_of(dtype);
+    auto* const data = static_cast<std::byte*>(buffer.data()) + storage_of(dtype).bytes(first);
     return Tensor(data, dtype, extents, device);
   };
   const auto cache = [&](const Memory& memory, int layer) {

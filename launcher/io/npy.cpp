@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::launcher {
 namespace {

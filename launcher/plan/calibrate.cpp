@@ -20,6 +20,7 @@
 #include "launcher/problem/shapes.hpp"
 #include "launcher/problem/world.hpp"
 #include "longspan/machine.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/version.hpp"
 
 namespace longspan::launcher {
@@ -102,7 +103,7 @@ class Bench {
 };
 
 double key_row_bytes(const RunOptions& o) {
-  return 2.0 * o.kv_heads * o.dim * static_cast<double>(size_of(dtype_named(o.dtype)));
+  return 2.0 * o.kv_heads * static_cast<double>(storage_of(dtype_named(o.dtype)).row_bytes(o.dim));
 }
 double state_row_bytes(const RunOptions& o) { return (4.0 * o.dim + 8) * o.heads; }
 

@@ -15,6 +15,7 @@
 #include "launcher/problem/shapes.hpp"
 #include "launcher/problem/world.hpp"
 #include "longspan/options.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/strategy.hpp"
 #include "longspan/version.hpp"
 
@@ -57,10 +58,11 @@ class Cluster {
 
   /// Bytes of inputs and outputs on a rank.
   double tensors() const {
-    const double element = static_cast<double>(size_of(options_.dtypes.compute));
+    const auto row =
+        static_cast<double>(storage_of(options_.dtypes.compute).row_bytes(options_.head_dim));
     const double rows = options_.queries ? size_.most_tokens : size_.tokens;
-    return size_.keys / ranks_ * element * options_.kv_heads * 2 * options_.head_dim +
-           rows * options_.heads * (2 * element * options_.head_dim + 4);
+    return size_.keys / ranks_ * options_.kv_heads * 2 * row +
+           rows * options_.heads * (2 * row + 4);
   }
 
   /// Seconds of all the work, shared evenly and without transfers.

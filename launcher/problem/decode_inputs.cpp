@@ -20,7 +20,7 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
       generated(s.seed, fresh, o.dtypes.compute, s.caches * s.rows(), o.kv_heads, o.head_dim);
   inputs.stored = inputs.fresh;
   Source rows = generated(s.seed, block, o.dtypes.compute, kBlockRows, o.kv_heads, o.head_dim);
-  if (is_fp8(s.kv_dtype())) {
+  if (storage_of(s.kv_dtype()).needs_scale) {
     inputs.scale = {scale};
     inputs.stored = quantised(inputs.stored, s.kv_dtype(), inputs.scale);
     rows = quantised(rows, s.kv_dtype(), inputs.scale);
@@ -36,7 +36,8 @@ CacheInputs make_cache(const DecodeShape& s, TensorId block, TensorId fresh, flo
 Source sampled_cache(const DecodeShape& shape, const CacheInputs& inputs,
                      const std::vector<DecodeSample>& samples, std::int64_t kv_len) {
   const int dim = shape.options.head_dim;
-  const std::size_t size = size_of(shape.kv_dtype()), row_bytes = shape.row_bytes();
+  const StorageFormat format = storage_of(shape.kv_dtype());
+  const std::size_t row_bytes = shape.row_bytes();
   Source source{
       shape.kv_dtype(), static_cast<std::int64_t>(samples.size()) * kv_len, 1, dim, "samples", {}};
   source.read = [=, &shape, &inputs](std::int64_t row, std::int64_t first, std::int64_t count,
@@ -51,7 +52,8 @@ Source sampled_cache(const DecodeShape& shape, const CacheInputs& inputs,
           count, to);
     } else {
       const std::int64_t from = inputs.pattern(cache).row(sample.sequence, position);
-      std::memcpy(to, inputs.block.data() + from * row_bytes + column * size, count * size);
+      std::memcpy(to, inputs.block.data() + from * row_bytes + format.bytes(column),
+                  static_cast<std::size_t>(format.bytes(count)));
     }
   };
   return source;
@@ -131,8 +133,8 @@ Answer sampled(const DecodeShape& shape, const std::vector<DecodeSample>& sample
                const Answer& outputs) {
   const Options& o = shape.options;
   const int group = o.heads / o.kv_heads;
-  const std::size_t bytes =
-      size_of(o.dtypes.compute) * static_cast<std::size_t>(group) * o.head_dim;
+  const auto bytes =
+      static_cast<std::size_t>(group * storage_of(o.dtypes.compute).row_bytes(o.head_dim));
   Answer answer;
   answer.rows.resize(samples.size() * shape.tokens);
   std::iota(answer.rows.begin(), answer.rows.end(), std::int64_t{0});

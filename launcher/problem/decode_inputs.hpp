@@ -11,6 +11,7 @@
 #include "launcher/problem/growing.hpp"
 #include "launcher/problem/inputs.hpp"
 #include "launcher/problem/problem.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::launcher {
 
@@ -35,7 +36,8 @@ struct DecodeShape {
   std::int64_t capacity(int ranks) const;
   /// The bytes of a key, or of a value, of all kv heads.
   std::size_t row_bytes() const {
-    return size_of(kv_dtype()) * static_cast<std::size_t>(options.kv_heads) * options.head_dim;
+    return static_cast<std::size_t>(options.kv_heads *
+                                    storage_of(kv_dtype()).row_bytes(options.head_dim));
   }
   /// The bytes of one cache on one rank, keys and values.
   std::size_t cache_bytes(int ranks) const {

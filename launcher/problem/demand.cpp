@@ -177,11 +177,10 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
 Demand demand_of(const Communicator& world, const DecodeShape& shape) {
   const Options& o = shape.options;
   const double rows = static_cast<double>(shape.rows());
-  const double row =
-      static_cast<double>(o.heads) * o.head_dim * static_cast<double>(size_of(o.dtypes.compute));
+  const auto of_head = static_cast<double>(storage_of(o.dtypes.compute).row_bytes(o.head_dim));
+  const double row = o.heads * of_head;
   const double all_rows = rows * shape.layers;
-  const double fresh = 2.0 * shape.caches * rows * o.kv_heads * o.head_dim *
-                       static_cast<double>(size_of(o.dtypes.compute));
+  const double fresh = 2.0 * shape.caches * rows * o.kv_heads * of_head;
   Demand demand;
   Demand::Parts tensors{
       {"caches", shape.caches * shape.bytes_of_cache(world.size())},

@@ -62,10 +62,10 @@ std::vector<float> draw_sinks(const Problem& p, std::uint64_t seed) {
 /// The source with NaN in the rows that `spoiled` picks.
 Source with_nan(Source source, std::function<bool(std::int64_t)> spoiled) {
   const auto read = source.read;
-  const std::size_t size = size_of(source.dtype);
+  const StorageFormat format = storage_of(source.dtype);
   source.read = [=](std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
     if (spoiled(row))
-      std::memset(to, 0xff, count * size);
+      std::memset(to, 0xff, static_cast<std::size_t>(format.bytes(count)));
     else
       read(row, first, count, to);
   };

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "launcher/io/npy.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::launcher {
@@ -26,7 +27,9 @@ struct Source {
   std::function<void(std::int64_t row, std::int64_t first, std::int64_t count, void* to)> read;
 
   std::int64_t row_size() const { return std::int64_t{heads} * dim; }
-  std::size_t row_bytes() const { return static_cast<std::size_t>(row_size()) * size_of(dtype); }
+  std::size_t row_bytes() const {
+    return static_cast<std::size_t>(heads * storage_of(dtype).row_bytes(dim));
+  }
 };
 
 /// The elements of a RandomTensor, uniform.

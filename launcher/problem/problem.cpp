@@ -44,7 +44,7 @@ std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
 
 /// The elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
 std::int64_t chunk_of(DType dtype, int dim) {
-  int chunk = static_cast<int>(16 / size_of(dtype));
+  int chunk = storage_of(dtype).elements(16);
   while (dim % chunk != 0) chunk /= 2;
   return chunk;
 }
@@ -266,7 +266,7 @@ Tensor Trial::page_view(void* data, bool values) const {
 
 Buffer Trial::pages(const Source& source, bool values) const {
   const Options& o = problem_.options;
-  const std::size_t size = size_of(source.dtype);
+  const StorageFormat format = storage_of(source.dtype);
   const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, source.dim);
   const int dim = source.dim;
   const auto place = [&](std::int64_t row, std::int64_t head, std::int64_t d) {
@@ -286,8 +286,9 @@ Buffer Trial::pages(const Source& source, bool values) const {
         std::byte* const own = to + table_[b * columns_ + i / page] * page_bytes;
         for (std::int64_t h = 0; h < o.kv_heads; ++h)
           for (std::int64_t d = 0; d < dim; ++d)
-            std::memcpy(own + place(i % page, h, d) * size, row.data() + (h * dim + d) * size,
-                        size);
+            std::memcpy(own + format.bytes(place(i % page, h, d)),
+                        row.data() + format.bytes(h * dim + d),
+                        static_cast<std::size_t>(format.bytes(1)));
       });
     }
   });

@@ -10,6 +10,7 @@
 
 #include "launcher/problem/inputs.hpp"
 #include "longspan/longspan.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::launcher {
 
@@ -69,7 +70,7 @@ struct Problem {
   int value_dim() const { return options.of_values(); }
   DType out_dtype() const { return options.dtypes.of_out(); }
   std::size_t out_row_bytes() const {
-    return size_of(out_dtype()) * static_cast<std::size_t>(options.heads) * value_dim();
+    return static_cast<std::size_t>(options.heads * storage_of(out_dtype()).row_bytes(value_dim()));
   }
   Interval visible(int b, std::int64_t position) const;
   /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none.

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "launcher/problem/memory.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan::launcher {
 
@@ -17,8 +18,8 @@ CacheSources sources_of(const ReshardOptions& o, std::uint64_t seed) {
 }
 
 double cache_row_bytes(const ReshardOptions& o) {
-  return static_cast<double>(o.kv_heads) * (o.head_dim + o.of_values()) *
-         static_cast<double>(size_of(o.dtype));
+  const StorageFormat format = storage_of(o.dtype);
+  return 1.0 * o.kv_heads * (format.row_bytes(o.head_dim) + format.row_bytes(o.of_values()));
 }
 
 namespace {
@@ -89,9 +90,8 @@ std::int64_t SeededCache::columns() const {
 }
 
 std::size_t SeededCache::row_bytes(bool values) const {
-  return static_cast<std::size_t>(options_.kv_heads) *
-         static_cast<std::size_t>(values ? options_.of_values() : options_.head_dim) *
-         size_of(options_.dtype);
+  const int dim = values ? options_.of_values() : options_.head_dim;
+  return static_cast<std::size_t>(options_.kv_heads * storage_of(options_.dtype).row_bytes(dim));
 }
 
 void SeededCache::write(const Source& source, std::byte* to) const {

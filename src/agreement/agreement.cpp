@@ -12,6 +12,7 @@
 
 #include "longspan/element.hpp"
 #include "longspan/option_table.hpp"
+#include "longspan/storage.hpp"
 #include "src/arguments/array_checks.hpp"
 #include "src/arguments/tensor_checks.hpp"
 

@@ -133,10 +133,10 @@ Slopes slopes_of(const Tensor& t, int batch, int heads, Device device) {
   return {Floats(t.data, t.dtype), heads};
 }
 
-Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device) {
+ScaleView scales_of(const Tensor& t, const char* name, int kv_heads, Device device) {
   if (!is_given(t)) return {};
   check_vector(t, name, t.dims == 1 && t.shape[0] == 1 ? 1 : kv_heads, DType::fp32, device);
-  return {static_cast<const float*>(t.data), t.shape[0] > 1};
+  return ScaleView::dense(static_cast<const float*>(t.data), t.shape[0]);
 }
 
 QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device) {

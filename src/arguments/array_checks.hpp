@@ -6,6 +6,7 @@
 #include "longspan/element.hpp"
 #include "longspan/score_terms.hpp"
 #include "longspan/serving.hpp"
+#include "longspan/storage.hpp"
 #include "src/arguments/run_arrays.hpp"
 
 namespace longspan {
@@ -39,7 +40,7 @@ Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device 
 /// Checks dense ALiBi slopes [heads] or [batch, heads] of any float type.
 Slopes slopes_of(const Tensor& t, int batch, int heads, Device device);
 /// Checks an array [1] or [kv_heads] of fp32.
-Scales scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
+ScaleView scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
 /// Checks an array [width, width] of any float type; width is at least `longest_query`.
 QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
 /// Checks an array [count + 1] of int64.

@@ -1,4 +1,5 @@
 // Checks merges of finished results, on one rank and across ranks.
+#include "longspan/storage.hpp"
 #include "src/arguments/check_results.hpp"
 #include "src/arguments/check_serving.hpp"
 
@@ -66,7 +67,7 @@ void check_merge(const MergeArgs& args, const MergeOptions& options, int ranks, 
           options.max_tokens);
   check_apart({&part, &out}, {&args.part_lse, &args.lse});
   check_part({part, "part", args.part_scale, "part_scale"}, device);
-  require(is_fp8(part.dtype) || !args.part_scale,
+  require(storage_of(part.dtype).needs_scale || !args.part_scale,
           "part_scale is given and part is {}; parts of fp8 have one", name(part.dtype));
   check_batch_lse(args.part_lse, "part_lse", tokens, options.heads, device);
   check_batch_rows(out, "out", tokens, heads, options.value_dim, options.of_out(), device);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "longspan/storage.hpp"
 #include "src/arguments/array_checks.hpp"
 
 namespace longspan {
@@ -10,7 +11,7 @@ void check_part(const PartSpec& part, Device device, std::int64_t scales) {
   const Tensor& t = part.tensor;
   require(is_float(t.dtype), "{} has a type of number {}, which is not a float type", part.name,
           static_cast<int>(t.dtype));
-  require(!is_fp8(t.dtype) || part.scale,
+  require(!storage_of(t.dtype).needs_scale || part.scale,
           "{} is {} and there is no {}; give it (1 where none is due)", part.name, name(t.dtype),
           part.scale_name);
   check_factors(part.scale, part.scale_name, scales, part.is_result, device);

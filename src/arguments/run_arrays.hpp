@@ -6,6 +6,7 @@
 #include "longspan/mask.hpp"
 #include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan {
 
@@ -23,7 +24,7 @@ struct RunArrays {
   Floats sinks;  // [heads]
   Slopes slopes;
   QqBias qq_bias;
-  Scales q_scale, k_scale, v_scale;
+  ScaleView q_scale, k_scale, v_scale;
   const float* out_scale = nullptr;  // [1]
 };
 

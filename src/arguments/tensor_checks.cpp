@@ -144,11 +144,11 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
                    : "it must lie apart");
 }
 
-void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides) {
+void check_scales(const ScaleView& scales, const char* name, int kv_heads, bool divides) {
   if (!scales) return;
-  for (int h = 0; h < (scales.per_head ? kv_heads : 1); ++h)
-    require(std::isfinite(scales[h]) && !(divides && scales[h] == 0.0f),
-            "{}[{}] is {}; a scale is a finite number{}", name, h, scales[h],
+  for (int h = 0; h < scales.count(kv_heads); ++h)
+    require(std::isfinite(scales.of(h)) && !(divides && scales.of(h) == 0.0f),
+            "{}[{}] is {}; a scale is a finite number{}", name, h, scales.of(h),
             divides ? ", and not 0 where it divides" : "");
 }
 
@@ -269,8 +269,9 @@ void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
                      const char* scale_name) {
   require(found == dtype || is_fp8(found), "{} is {}; {}, or fp8 with a scale, is wanted", name,
           longspan::name(found), longspan::name(dtype));
-  require(!is_fp8(found) || has_scale, "{} is {} and there is no {}; give it (1 where none is due)",
-          name, longspan::name(found), scale_name);
+  require(!storage_of(found).needs_scale || has_scale,
+          "{} is {} and there is no {}; give it (1 where none is due)", name, longspan::name(found),
+          scale_name);
 }
 
 kernels::Rows rows_of(const Tensor& t) {
@@ -402,14 +403,15 @@ bool lies_in(const Tensor& v, const Tensor& k) {
   const auto bytes = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(v.data) -
                                                reinterpret_cast<std::uintptr_t>(k.data));
   const int last = k.dims - 1;
-  const std::int64_t step = k.stride[last] * static_cast<std::int64_t>(size_of(k.dtype));
+  const std::int64_t step = storage_of(k.dtype).bytes(k.stride[last]);
   return bytes > -v.shape[last] * step && bytes < k.shape[last] * step;
 }
 
 }  // namespace
 
-Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
-                        const Scales& k_scale, const Scales& v_scale, int kv_heads, Device device) {
+ScaleView scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
+                           const ScaleView& k_scale, const ScaleView& v_scale, int kv_heads,
+                           Device device) {
   if (!v_scale && k.size() == 0 && v.size() == 0) return k_scale;
   if (!lies_in(v, k)) return v_scale;
   if (!v_scale) return k_scale;
@@ -417,17 +419,17 @@ Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, co
           "v_scale is given and k_scale is not; {} lies in the memory of {}, which has one scale: "
           "give k_scale alone",
           v_name, k_name);
-  if (v_scale.data == k_scale.data && v_scale.per_head == k_scale.per_head) return k_scale;
+  if (v_scale == k_scale) return k_scale;
   require(device == Device::host,
           "k_scale and v_scale are two tensors; {} lies in the memory of {}, which has one scale, "
           "and what they hold cannot be compared on a GPU without waiting for it: give the same "
           "tensor as both, or leave v_scale out",
           v_name, k_name);
   for (int h = 0; h < kv_heads; ++h)
-    require(v_scale[h] == k_scale[h],
+    require(v_scale.of(h) == k_scale.of(h),
             "k_scale is {} and v_scale is {} of kv head {}; {} lies in the memory of {}, which has "
             "one scale: give the same, or leave v_scale out",
-            k_scale[h], v_scale[h], h, v_name, k_name);
+            k_scale.of(h), v_scale.of(h), h, v_name, k_name);
   return k_scale;
 }
 

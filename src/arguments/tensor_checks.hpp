@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "kernels/params.hpp"
-#include "longspan/element.hpp"
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/tensor.hpp"
 
 namespace longspan {
@@ -78,7 +78,7 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
 
 /// Checks, on the host only, that the scales of a quantised tensor are finite, and those used as
 /// divisors not 0.
-void check_scales(const Scales& scales, const char* name, int kv_heads, bool divides);
+void check_scales(const ScaleView& scales, const char* name, int kv_heads, bool divides);
 
 /// Views [batch, heads, tokens, dim], as models hold queries and results, as rows of the batch:
 /// [batch * tokens, heads, dim], or [batch, tokens, heads, dim] if sequences lie apart, so that
@@ -160,8 +160,9 @@ bool values_in_keys(const Tensor& k, const Tensor& v);
 /// values have one scale: that of k, which v_scale may repeat, or leave out. InputError for a
 /// different scale: compared by value on the host, by address on a GPU, whose values cannot be read
 /// here. A rank without keys may leave it out, too.
-Scales scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
-                        const Scales& k_scale, const Scales& v_scale, int kv_heads, Device device);
+ScaleView scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
+                           const ScaleView& k_scale, const ScaleView& v_scale, int kv_heads,
+                           Device device);
 
 /// Whether new keys need new values. False if v is the first columns of k; then there must be none.
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,

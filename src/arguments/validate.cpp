@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -92,14 +93,14 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
                          int heads, int kv_heads) {
   const float scale = score.scale_of(head_dim);
-  const int factors = arrays.q_scale.per_head || arrays.k_scale.per_head ? kv_heads : 1;
+  const int factors = std::max(arrays.q_scale.count(kv_heads), arrays.k_scale.count(kv_heads));
   for (int h = 0; h < factors && (arrays.q_scale || arrays.k_scale); ++h) {
-    const float product = scale * arrays.q_scale[h] * arrays.k_scale[h];
+    const float product = scale * arrays.q_scale.of(h) * arrays.k_scale.of(h);
     const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
     require(std::isfinite(product) && std::isfinite(factor),
             "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
             "scores would be NaN",
-            h, arrays.q_scale[h], h, arrays.k_scale[h], product, scale);
+            h, arrays.q_scale.of(h), h, arrays.k_scale.of(h), product, scale);
   }
   constexpr float kMostSlope = 1e29f;  // with 2^31 positions its biases are finite in base 2
   const Slopes& slopes = arrays.slopes;

@@ -126,7 +126,7 @@ struct CrossRankMerge::Impl {
   }
 
   int ranks() const { return world.size(); }
-  bool is_fp8_part() const { return is_fp8(options.dtype); }
+  bool has_scales() const { return storage_of(options.dtype).needs_scale; }
 
   void lay_out(Parts& parts) {
     if (ranks() == 1) return;
@@ -134,7 +134,7 @@ struct CrossRankMerge::Impl {
                      static_cast<std::size_t>(Slot(options, options.max_tokens, ranks()).bytes);
     slots = parts.take(all);
     leaving = options.scatter_heads ? parts.take(all) : nullptr;
-    if (is_fp8_part()) scales = parts.take_array<float>(static_cast<std::size_t>(ranks()));
+    if (has_scales()) scales = parts.take_array<float>(static_cast<std::size_t>(ranks()));
     runs->lay_out(parts);
   }
 
@@ -225,7 +225,7 @@ struct CrossRankMerge::Impl {
       comm.all_to_all(from, slots, bytes, stream, "exchange of results", begun.said);
     else
       comm.all_gather(from, slots, bytes, stream, "gather of results", begun.said);
-    if (is_fp8_part()) comm.all_gather(args.part_scale.data, scales, 4, stream, "gather of scales");
+    if (has_scales()) comm.all_gather(args.part_scale.data, scales, 4, stream, "gather of scales");
     merge_slots(args, slot, begun.headers, stream);
   }
 };

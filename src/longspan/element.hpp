@@ -10,6 +10,7 @@
 #include <bit>
 #include <cstdint>
 
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan {
@@ -136,19 +137,5 @@ LONGSPAN_HD inline Floats floats_from(const Floats& floats, std::int64_t i) {
       static_cast<const char*>(floats.data) + i * static_cast<std::int64_t>(size_of(floats.dtype)),
       floats.dtype};
 }
-
-/// Scales of a quantised tensor: none (1), one for the tensor, or one for each kv head. A stored
-/// element x stands for x * scale.
-struct Scales {
-  const float* data = nullptr;  ///< [1] or [kv_heads]
-  bool per_head = false;        ///< one for each kv head, else one for all
-
-  /// Whether they are given.
-  LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
-  /// The scale of a kv head; 1 if none is given.
-  LONGSPAN_HD float operator[](int kv_head) const {
-    return data == nullptr ? 1.0f : data[per_head ? kv_head : 0];
-  }
-};
 
 }  // namespace longspan

@@ -17,6 +17,7 @@
 #include "longspan/serving.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/state.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/strategy.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan {

@@ -2,7 +2,6 @@
 /// Basic types: element types, devices, streams, log bases, and the distance that ALiBi multiplies.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 // LONGSPAN_HD: a function of host and device. LONGSPAN_HD_APART: the same, but not inlined into
@@ -38,14 +37,7 @@ inline constexpr DType bf16 = DType::bf16;  ///< short for DType::bf16
 inline constexpr DType e4m3 = DType::e4m3;  ///< short for DType::e4m3
 inline constexpr DType e5m2 = DType::e5m2;  ///< short for DType::e5m2
 
-/// Bytes of one element.
-LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
-  return dtype == DType::fp32 || dtype == DType::int32  ? 4
-         : dtype == DType::fp16 || dtype == DType::bf16 ? 2
-         : dtype == DType::int64                        ? 8
-                                                        : 1;
-}
-/// Whether the type is one of the two fp8 types, which need a scale.
+/// Whether the type is one of the two fp8 types.
 LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }

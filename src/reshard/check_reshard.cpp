@@ -10,6 +10,7 @@
 
 #include "kernels/digest.hpp"
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "src/arguments/tensor_checks.hpp"
 #include "src/arguments/validate.hpp"
 
@@ -174,8 +175,10 @@ void check_options(const ReshardOptions& o, int ranks) {
           fmt::format("lengths[{}] is {}; it is 0 to 2^41", b, o.lengths[b]));
     keys += static_cast<double>(o.lengths[b]);
   }
+  const StorageFormat format = storage_of(o.dtype);
   const double bytes =
-      keys * o.kv_heads * (o.head_dim + o.of_values()) * static_cast<double>(size_of(o.dtype));
+      keys * o.kv_heads *
+      static_cast<double>(format.row_bytes(o.head_dim) + format.row_bytes(o.of_values()));
   usage(bytes < 0x1p48, fmt::format("lengths of {:.3g} keys in all, with kv_heads {}, head_dim {} "
                                     "and value_dim {}: such a cache takes {:.3g} bytes",
                                     keys, o.kv_heads, o.head_dim, o.of_values(), bytes));

@@ -18,6 +18,7 @@
 #include "comm/transport.hpp"
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
+#include "longspan/storage.hpp"
 #include "src/agreement/agreed_runs.hpp"
 #include "src/agreement/agreement.hpp"
 #include "src/base/device_guard.hpp"
@@ -108,18 +109,17 @@ struct Reshard::Impl {
     return std::int64_t{options.kv_heads} * (options.head_dim + options.of_values());
   }
   std::size_t bytes_of(std::int64_t count) const {
-    return static_cast<std::size_t>(count * row_elements()) * size_of(options.dtype);
+    return static_cast<std::size_t>(storage_of(options.dtype).bytes(count * row_elements()));
   }
   std::byte* at(std::int64_t row) const { return rows + bytes_of(row); }
 
   /// The rows in the buffer.
   kernels::KeyStore travelling() const {
-    const int keys = options.kv_heads * options.head_dim;
+    const std::int64_t keys = std::int64_t{options.kv_heads} * options.head_dim;
     kernels::KeyStore store;
     store.k = {rows, row_elements(), options.head_dim};
     if (options.of_values() > 0)
-      store.v = {rows + static_cast<std::size_t>(keys) * size_of(options.dtype), row_elements(),
-                 options.of_values()};
+      store.v = {rows + storage_of(options.dtype).bytes(keys), row_elements(), options.of_values()};
     return store;
   }
 

@@ -9,6 +9,7 @@
 #include "longspan/attention.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/strategy.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -69,10 +70,11 @@ std::string refuse_parts(const Options& options) {
 }
 
 double query_row_bytes(const Options& o) {
-  return static_cast<double>(size_of(o.dtypes.of_query())) * o.heads * o.head_dim;
+  return 1.0 * o.heads * storage_of(o.dtypes.of_query()).row_bytes(o.head_dim);
 }
 double key_row_bytes(const Options& o) {
-  return static_cast<double>(size_of(o.dtypes.of_kv())) * o.kv_heads * (o.head_dim + o.of_values());
+  const StorageFormat format = storage_of(o.dtypes.of_kv());
+  return 1.0 * o.kv_heads * (format.row_bytes(o.head_dim) + format.row_bytes(o.of_values()));
 }
 double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
 

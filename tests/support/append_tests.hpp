@@ -20,9 +20,13 @@ struct AppendCase {
   int gap = 0;             // elements between rows, heads and pages
   int offset = 0;          // elements
   bool scales = false, per_head = false;
+  bool per_key = false;  // scales of each key and kv head, with room between keys and pages
   Shard shard = {};
   std::vector<std::int32_t> query_len = {3, 0, 20, 1}, kv_len = {100, 7, 20, 65};
 
+  /// The scales of a key and of a page, where each key has its own.
+  std::int64_t scales_of_key() const { return kv_heads + 1; }
+  std::int64_t scales_of_page() const { return page * scales_of_key() + 2; }
   int columns(bool is_key) const { return is_key || value_dim == 0 ? dim : value_dim; }
   std::int64_t tokens() const { return std::accumulate(query_len.begin(), query_len.end(), 0); }
 };
@@ -32,7 +36,7 @@ inline std::ostream& operator<<(std::ostream& out, const AppendCase& c) {
              << name(c.dtype) << " -> " << name(c.kv_dtype) << " dim " << c.dim << "/"
              << c.columns(false) << (c.keys_only ? " keys only" : "") << " page " << c.page << " x "
              << c.x << " gap " << c.gap << " offset " << c.offset << " scales " << c.scales
-             << c.per_head << " " << name(c.shard.layout);
+             << c.per_head << c.per_key << " " << name(c.shard.layout);
 }
 
 class Append : public OnDevice {
@@ -84,6 +88,13 @@ class Append : public OnDevice {
            (is_key ? (d / c.x * c.page + row) * c.x + d % c.x : std::int64_t{d} * c.page + row);
   }
 
+  /// The place of a head's scale among all scales.
+  static std::int64_t scale_at(const AppendCase& c, std::int64_t slot, int head) {
+    if (!c.per_key) return c.per_head ? head : 0;
+    if (c.cache == AppendCase::Cache::contiguous) return slot * c.scales_of_key() + head;
+    return slot / c.page * c.scales_of_page() + slot % c.page * c.scales_of_key() + head;
+  }
+
   void expect_right(const AppendCase& c) {
     const std::int64_t tokens = c.tokens();
     const int batch = static_cast<int>(c.kv_len.size());
@@ -129,7 +140,8 @@ class Append : public OnDevice {
           for (int d = 0; d < c.columns(n == 0); ++d)
             store_element(fresh[n].data(), c.dtype, c.offset + t * row + h * width + d,
                           normal() * std::exp(3 * normal()));
-      for (int h = 0; h < c.kv_heads; ++h) scales[n].push_back(0.1f + std::abs(normal()));
+      const std::int64_t count = c.per_key ? c.pages * c.scales_of_page() : c.kv_heads;
+      for (std::int64_t i = 0; i < count; ++i) scales[n].push_back(0.1f + std::abs(normal()));
     }
 
     kernels::AppendParams p;
@@ -173,7 +185,11 @@ class Append : public OnDevice {
       kernels::KvRows& to = n == 0 ? p.k : p.v;
       to = l.rows;
       to.data = cache[n].data() + c.offset * size_of(c.kv_dtype);
-      if (c.scales) (n == 0 ? p.k_scale : p.v_scale) = Scales{device_scales[n].data(), c.per_head};
+      if (c.scales)
+        (n == 0 ? p.k_scale : p.v_scale) = {.data = device_scales[n].data(),
+                                            .page_stride = c.per_key ? c.scales_of_page() : 0,
+                                            .row_stride = c.per_key ? c.scales_of_key() : 0,
+                                            .head_stride = c.per_head || c.per_key ? 1 : 0};
     }
     backend().append(p, {});
 
@@ -185,7 +201,7 @@ class Append : public OnDevice {
           for (int d = 0; d < c.columns(n == 0); ++d) {
             float value =
                 load_element(fresh[n].data(), c.dtype, c.offset + t * rows[n] + h * widths[n] + d);
-            if (c.scales) value /= scales[n][c.per_head ? h : 0];
+            if (c.scales) value /= scales[n][scale_at(c, slots[t], h)];
             store_element(expected.data(), c.kv_dtype, place(c, n == 0, slots[t], h, d), value);
           }
       EXPECT_TRUE(got == expected) << (n == 0 ? "keys of " : "values of ") << c;
@@ -256,6 +272,21 @@ TEST_F(Append, Fp8IsDividedByItsScaleAndSaturates) {
           c.x = 16;
           expect_right(c);
         }
+}
+
+TEST_F(Append, EachKeyMayHaveItsOwnScales) {
+  for (auto cache :
+       {AppendCase::Cache::rows, AppendCase::Cache::packed, AppendCase::Cache::contiguous})
+    for (bool slots : {false, true})
+      for (bool keys_only : {false, true}) {
+        AppendCase c;
+        c.cache = cache;
+        c.slots = slots;
+        c.keys_only = keys_only;
+        c.kv_dtype = e4m3;
+        c.scales = c.per_key = true;
+        expect_right(c);
+      }
 }
 
 TEST_F(Append, ByTheShardAndTheTable) {

@@ -112,9 +112,10 @@ class HostProblem {
     if (!shape.documents.empty())
       p.documents = {shape.documents.data(), std::ssize(shape.documents) - 1};
     if (shape.scales) {
-      p.q_scale = {q_scale.data(), shape.scales_per_head};
-      p.k_scale = {k_scale.data(), shape.scales_per_head};
-      p.v_scale = {v_scale.data(), shape.scales_per_head};
+      const int count = shape.scales_per_head ? shape.kv_heads : 1;
+      p.q_scale = ScaleView::dense(q_scale.data(), count);
+      p.k_scale = ScaleView::dense(k_scale.data(), count);
+      p.v_scale = ScaleView::dense(v_scale.data(), count);
     }
     if (shape.alibi) {
       p.bias.slopes = {{slopes.data(), slopes.dtype}, shape.slopes_of_sequences ? shape.heads : 0};

@@ -180,7 +180,7 @@ struct ServingArrays {
   static Floats floats(const Tensor& t) { return t ? Floats(t.data, t.dtype) : Floats(); }
   void give_scales(kernels::AttendParams& p) const {
     const auto factors = [](const Tensor& t) {
-      return t ? Scales{static_cast<const float*>(t.data), t.shape[0] > 1} : Scales{};
+      return t ? ScaleView::dense(static_cast<const float*>(t.data), t.shape[0]) : ScaleView();
     };
     p.q_scale = factors(scales(problem.q_scale, q_scale));
     p.k_scale = factors(scales(problem.k_scale, k_scale));

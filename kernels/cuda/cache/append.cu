@@ -18,19 +18,20 @@ constexpr int kVector = 8;
 struct Copy {
   Rows from;
   KvRows to;
-  Scales scales;
-  int dim;  // of a row of a head
+  ScaleView scales;  // of the row in the cache
+  int dim;           // of a row of a head
 };
 
 /// Loads kVector elements of any type, aligned to an access. For fp32 they are two chunks.
 __device__ void load_vector(const void* data, DType dtype, std::int64_t at,
                             float (&values)[kVector]) {
   alignas(16) uint4 chunks[2];
-  const std::byte* from = static_cast<const std::byte*>(data) + at * size_of(dtype);
-  if (dtype == DType::fp32) {
+  const StorageFormat format = storage_of(dtype);
+  const std::byte* from = static_cast<const std::byte*>(data) + format.bytes(at);
+  if (format.bits == 32) {
     chunks[0] = reinterpret_cast<const uint4*>(from)[0];
     chunks[1] = reinterpret_cast<const uint4*>(from)[1];
-  } else if (!is_fp8(dtype)) {
+  } else if (format.bits == 16) {
     chunks[0] = *reinterpret_cast<const uint4*>(from);
   } else {
     const uint2 half = *reinterpret_cast<const uint2*>(from);
@@ -54,7 +55,7 @@ __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t t
     else
       load_vector(copy.from.data, p.dtype, from, values);
     if (copy.scales) {
-      const float scale = copy.scales[head];
+      const float scale = copy.scales.of(head);
 #pragma unroll
       for (float& value : values) value /= scale;
     }
@@ -70,8 +71,8 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;
   const bool is_key = blockIdx.y == 0;
-  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale, p.head_dim}
-                           : Copy{p.new_v, p.v, p.v_scale, p.value_dim};
+  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}
+                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim};
   if (is_key ? wide_k : wide_v)
     copy_row<kVector>(p, copy, token, row.offset(copy.to));
   else
@@ -80,13 +81,13 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
 
 /// Whether eight elements are adjacent, and aligned, at both ends.
 bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim) {
-  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
+  const StorageFormat format = storage_of(p.kv_dtype);
   const int access = access_bytes<kVector>(p.kv_dtype);
   const bool together = to.dense() ? true
                                    : to.dim_stride == 1 && to.chunk % kVector == 0 &&
-                                         to.chunk_stride * bytes % access == 0;
+                                         format.bytes(to.chunk_stride) % access == 0;
   return dim % kVector == 0 && together && is_aligned<kVector>(from, p.dtype) &&
-         is_aligned<kVector>(to, p.kv_dtype) && to.page_stride * bytes % access == 0;
+         is_aligned<kVector>(to, p.kv_dtype) && format.bytes(to.page_stride) % access == 0;
 }
 
 }  // namespace

@@ -22,9 +22,9 @@ template <class Word>
 __global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, bool is_values) {
   const Geometry& g = p.geometry;
   const KeyCopy copy = is_values ? values_of(p) : keys_of(p);
-  const int element_bytes = static_cast<int>(size_of(g.kv_dtype));
-  const int at_once = static_cast<int>(sizeof(Word)) / element_bytes;  // elements of a word
-  const int words = copy.dim / at_once;                                // of a head
+  const StorageFormat format = storage_of(g.kv_dtype);
+  const int at_once = format.elements(static_cast<int>(sizeof(Word)));  // of a word
+  const int words = copy.dim / at_once;                                 // of a head
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kKeys * kRounds + threadIdx.y;
   for (int b = static_cast<int>(blockIdx.y); b < g.batch.size; b += static_cast<int>(gridDim.y)) {
     const Interval keys = copied_keys(p, b);
@@ -33,13 +33,12 @@ __global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, bool 
       if (!keys.contains(i)) continue;
       const KeyPlace place = place_of(p, b, i);
       if (place.to < 0) continue;
-      const std::byte* from = static_cast<const std::byte*>(copy.from.data) +
-                              place.from.offset(copy.from) * element_bytes;
+      const std::byte* from = copy.from.address(format, place.from.offset(copy.from));
       Word* to = reinterpret_cast<Word*>(copy.to) + place.to * g.kv_heads * words;
       for (int w = static_cast<int>(threadIdx.x); w < g.kv_heads * words; w += kWarp) {
         const int head = w / words, column = w % words * at_once;
         const std::int64_t at = head * copy.from.head_stride + copy.from.column(column);
-        to[w] = *reinterpret_cast<const Word*>(from + at * element_bytes);
+        to[w] = *reinterpret_cast<const Word*>(from + format.bytes(at));
       }
     }
   }
@@ -50,8 +49,8 @@ void copy(const CopyKeysParams& p, bool is_values, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((p.longest + a_block - 1) / a_block),
                   std::min(static_cast<unsigned>(p.geometry.batch.size), kMostRows));
   const LaunchConfig how{grid, dim3(kWarp, kKeys), stream};
-  const int element_bytes = static_cast<int>(size_of(p.geometry.kv_dtype));
-  switch (copy_word(is_values ? values_of(p) : keys_of(p), p.pages, element_bytes)) {
+  const StorageFormat format = storage_of(p.geometry.kv_dtype);
+  switch (copy_word(is_values ? values_of(p) : keys_of(p), p.pages, format)) {
     case 16:
       return launch_kernel(copy_keys_kernel<uint4>, how, p, is_values);
     case 8:

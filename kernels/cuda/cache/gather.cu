@@ -159,8 +159,9 @@ __global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant_
   }
 }
 
+/// The bytes of a key and its value as they are gathered, which has the type of the products.
 std::int64_t bytes_of_key(const Geometry& p) {
-  return std::int64_t{2} * p.kv_heads * p.head_dim * static_cast<std::int64_t>(sizeof(Bits));
+  return std::int64_t{2} * p.kv_heads * storage_of(p.dtype).row_bytes(p.head_dim);
 }
 
 /// The bytes of the first keys and, after them, the ticket.

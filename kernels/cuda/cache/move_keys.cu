@@ -22,22 +22,21 @@ __global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool 
   if (item >= p.count) return;
   const KeyRun run = p.runs[item];
   const KeyMove move = is_values ? values_of(p) : keys_of(p);
-  const int element_bytes = static_cast<int>(size_of(p.dtype));
-  const int at_once = static_cast<int>(sizeof(Word)) / element_bytes;  // elements of a word
-  const int words = move.dim / at_once;                                // of a head
+  const StorageFormat format = storage_of(p.dtype);
+  const int at_once = format.elements(static_cast<int>(sizeof(Word)));  // of a word
+  const int words = move.dim / at_once;                                 // of a head
   for (std::int64_t i = 0; i < run.count; ++i) {
     const CacheRow source = p.from.row(run.sequence, run.from_key + i);
     const CacheRow target = p.to.row(run.sequence, run.to_key + i);
     if (source.row < 0 || target.row < 0) continue;
-    const std::byte* from =
-        static_cast<const std::byte*>(move.from.data) + source.offset(move.from) * element_bytes;
-    std::byte* to = static_cast<std::byte*>(move.to.data) + target.offset(move.to) * element_bytes;
+    const std::byte* from = move.from.address(format, source.offset(move.from));
+    std::byte* to = move.to.address(format, target.offset(move.to));
     for (int w = static_cast<int>(threadIdx.x); w < p.kv_heads * words; w += kWarp) {
       const int head = w / words, column = w % words * at_once;
       const std::int64_t from_at = head * move.from.head_stride + move.from.column(column);
       const std::int64_t to_at = head * move.to.head_stride + move.to.column(column);
-      *reinterpret_cast<Word*>(to + to_at * element_bytes) =
-          *reinterpret_cast<const Word*>(from + from_at * element_bytes);
+      *reinterpret_cast<Word*>(to + format.bytes(to_at)) =
+          *reinterpret_cast<const Word*>(from + format.bytes(from_at));
     }
   }
 }

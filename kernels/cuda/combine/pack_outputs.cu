@@ -34,13 +34,14 @@ __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
   if (token >= p.tokens) return;
   const PackOutputsParams::Move move = p.move(token);
   if (move.to < 0 || !in_batch(p.batch, move.to)) return;
-  const auto size = static_cast<std::int64_t>(size_of(p.dtype));
+  const StorageFormat format = storage_of(p.dtype);
   const auto row_at = [&](const TokenRows& rows, std::int64_t at) {
-    return static_cast<std::byte*>(rows.data) + rows.offset(at, head) * size;
+    return rows.address(format, rows.offset(at, head));
   };
   const Word* from = reinterpret_cast<const Word*>(row_at(p.from, move.from));
   Word* to = reinterpret_cast<Word*>(row_at(p.to, move.to));
-  const int words = static_cast<int>(p.dim * size / static_cast<std::int64_t>(sizeof(Word)));
+  const int words =
+      static_cast<int>(format.row_bytes(p.dim) / static_cast<std::int64_t>(sizeof(Word)));
   for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
     to[i] = from[i];
   if (threadIdx.x == 0 && p.to_lse.data != nullptr)

@@ -37,22 +37,23 @@ LONGSPAN_HD inline Access access_of(const KvRows& source, const Pages& pages, in
 /// The bytes of one access to kCount elements.
 template <int kCount>
 constexpr int access_bytes(DType dtype) {
-  const int bytes = kCount * static_cast<int>(size_of(dtype));
+  const int bytes = static_cast<int>(storage_of(dtype).row_bytes(kCount));
   return bytes < 16 ? bytes : 16;
 }
 
 /// Whether kCount elements at a time of every row of `rows` can be accessed like that.
 template <int kCount>
 bool is_aligned(const Rows& rows, DType dtype) {
-  const std::int64_t bytes = static_cast<std::int64_t>(size_of(dtype));
+  const StorageFormat format = storage_of(dtype);
   const int access = access_bytes<kCount>(dtype);
   return reinterpret_cast<std::uintptr_t>(rows.data) % access == 0 &&
-         rows.row_stride * bytes % access == 0 && rows.head_stride * bytes % access == 0;
+         format.bytes(rows.row_stride) % access == 0 &&
+         format.bytes(rows.head_stride) % access == 0;
 }
 
 template <int kCount>
 bool is_aligned(const TokenRows& rows, DType dtype) {
-  const std::int64_t gap = rows.gap.elements * static_cast<std::int64_t>(size_of(dtype));
+  const std::int64_t gap = storage_of(dtype).bytes(rows.gap.elements);
   return is_aligned<kCount>(static_cast<const Rows&>(rows), dtype) &&
          gap % access_bytes<kCount>(dtype) == 0;
 }

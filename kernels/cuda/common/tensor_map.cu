@@ -5,6 +5,7 @@
 #include <string>
 
 #include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "src/base/driver_function.hpp"
 
 namespace longspan::kernels::cuda {
@@ -15,14 +16,14 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimensi
       driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   constexpr std::size_t kMost = 5;
   const std::size_t rank = dimensions.size();
-  const cuuint64_t bytes = static_cast<cuuint64_t>(size_of(dtype));
+  const StorageFormat format = storage_of(dtype);
   cuuint64_t extents[kMost] = {}, strides[kMost] = {};
   cuuint32_t box[kMost] = {}, steps[kMost] = {};
   for (std::size_t i = 0; i < rank; ++i) {
     extents[i] = static_cast<cuuint64_t>(dimensions[i].extent);
     box[i] = static_cast<cuuint32_t>(dimensions[i].box);
     steps[i] = 1;
-    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(dimensions[i].stride) * bytes;
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(format.bytes(dimensions[i].stride));
   }
   const CUtensorMapDataType type = dtype == DType::fp16   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                    : dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
@@ -35,7 +36,7 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::span<const MapDimensi
   const CUresult result =
       encode(&made.map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents,
              strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             box[0] * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+             format.bytes(box[0]) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
              promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw BackendError("CUDA: cuTensorMapEncodeTiled returned " + std::to_string(result));

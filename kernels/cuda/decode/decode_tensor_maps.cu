@@ -9,25 +9,27 @@ namespace {
 /// bytes are fewer than 2^31 on any GPU.
 constexpr std::int64_t kAny = std::int64_t{1} << 31;
 
-/// Elements, of `bytes` each, of a panel: 128 bytes, or 64 if the dim is not a multiple of 128.
-int panel_of(int dim, std::int64_t bytes) {
-  return static_cast<int>((dim * bytes % 128 == 0 ? 128 : 64) / bytes);
+/// Elements of a panel: 128 bytes, or 64 if the row is not a multiple of 128.
+int panel_of(int dim, const StorageFormat& format) {
+  return format.elements(format.row_bytes(dim) % 128 == 0 ? 128 : 64);
 }
 
 bool has_tensor_map(const AttendParams& p, const KvRows& rows, int dim) {
-  const std::int64_t bytes = static_cast<std::int64_t>(size_of(p.kv_dtype));
-  const auto aligned = [&](std::int64_t stride) { return stride * bytes % 16 == 0 && stride > 0; };
-  if ((p.kv_dtype != p.dtype && bytes != 1) || p.head_dim % panel_of(dim, bytes) != 0 ||
+  const StorageFormat format = storage_of(p.kv_dtype);
+  const auto aligned = [&](std::int64_t stride) {
+    return format.bytes(stride) % 16 == 0 && stride > 0;
+  };
+  if ((p.kv_dtype != p.dtype && format.bits != 8) || p.head_dim % panel_of(dim, format) != 0 ||
       !rows.dense() || !aligned(rows.row_stride) ||
       reinterpret_cast<std::uintptr_t>(rows.data) % 16 != 0 ||
       (p.kv_heads > 1 && !aligned(rows.head_stride)))
     return false;
   return p.pages ? p.pages.size % kBoxKeys == 0 && aligned(rows.page_stride)
-                 : rows.row_stride * bytes >= 128;
+                 : format.bytes(rows.row_stride) >= 128;
 }
 
 CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys) {
-  const int panel = panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
+  const int panel = panel_of(dim, storage_of(p.kv_dtype));
   const MapDimension dimensions[] = {
       {panel, 1, panel},
       {p.pages ? p.pages.size : kAny, rows.row_stride, keys},
@@ -42,7 +44,7 @@ CUtensorMap map_of(const AttendParams& p, const KvRows& rows, int dim, int keys)
 
 KvTensorMaps kv_tensor_maps(const AttendParams& p, int dim, int most) {
   KvTensorMaps maps{};
-  const bool one_panel = dim <= panel_of(dim, static_cast<std::int64_t>(size_of(p.kv_dtype)));
+  const bool one_panel = dim <= panel_of(dim, storage_of(p.kv_dtype));
   if (one_panel)
     for (maps.keys = most; p.pages && p.pages.size % maps.keys != 0;) maps.keys /= 2;
   maps.k_valid = has_tensor_map(p, p.k, dim);

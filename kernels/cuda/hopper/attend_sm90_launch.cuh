@@ -19,7 +19,7 @@ namespace longspan::kernels::sm90 {
 /// The TMA tensor map of [count rows, heads, dim] in boxes of [box_rows, 1, 128 bytes].
 inline CUtensorMap tensor_map_of(const Rows& rows, DType dtype, int dim, std::int64_t count,
                                  int heads, int box_rows) {
-  const int panel = 128 / static_cast<int>(size_of(dtype));
+  const int panel = storage_of(dtype).elements(128);
   const cuda::MapDimension dimensions[] = {
       {dim, 1, panel}, {count, rows.row_stride, box_rows}, {heads, rows.head_stride, 1}};
   return cuda::tensor_map(rows.data, dtype, dimensions, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
@@ -82,9 +82,8 @@ inline unsigned section_of(const AttendParams& params, unsigned slots, int multi
   const std::int64_t l2_bytes = limits_of_gpu().l2_bytes;
   const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
                                       params.tokens / params.batch.size, std::int64_t{1}});
-  const auto bytes = static_cast<std::int64_t>(size_of(params.kv_dtype));
-  const std::int64_t resident =
-      std::max<std::int64_t>(1, l2_bytes / 2 / (keys * params.head_dim * 2 * bytes));
+  const std::int64_t row_bytes = storage_of(params.kv_dtype).row_bytes(params.head_dim);
+  const std::int64_t resident = std::max<std::int64_t>(1, l2_bytes / 2 / (keys * 2 * row_bytes));
   constexpr std::int64_t kWaves = 3;
   const std::int64_t group = params.heads / params.kv_heads;
   const std::int64_t busy = kWaves * multiprocessors / (slots * group);

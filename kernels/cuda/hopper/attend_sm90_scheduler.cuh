@@ -202,7 +202,7 @@ class Scheduler {
       // A scale that is not positive would reverse the order of scores: NaN marks it.
       const float factor = params_.scale(tile.kv_head) * kLog2E;
       shared_.stored.score_factor[work_.stage] = factor > 0.0f ? factor : NAN;
-      shared_.stored.value_factor[work_.stage] = params_.v_scale[tile.kv_head];
+      shared_.stored.value_factor[work_.stage] = params_.v_scale.of(tile.kv_head);
     }
   }
 

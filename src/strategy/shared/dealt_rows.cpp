@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "longspan/storage.hpp"
 #include "src/strategy/shared/most_rows.hpp"
 
 namespace longspan {
@@ -18,8 +19,7 @@ double most_result_rows(const Options& o, int ranks, const RunSize& size) {
 }
 
 std::int64_t DealtRows::row_bytes() const {
-  return std::int64_t{layer_.bounds.heads} * layer_.bounds.head_dim *
-         static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
+  return layer_.bounds.heads * storage_of(layer_.bounds.q_dtype).row_bytes(layer_.bounds.head_dim);
 }
 
 std::int64_t DealtRows::most_capacity() const {

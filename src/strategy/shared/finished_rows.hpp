@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/params.hpp"
+#include "longspan/storage.hpp"
 
 namespace longspan {
 
@@ -12,9 +13,7 @@ struct FinishedSlot {
   int dim = 0;
   DType dtype = DType::fp32;
 
-  std::int64_t lse_at() const {
-    return align(rows * heads * dim * static_cast<std::int64_t>(size_of(dtype)));
-  }
+  std::int64_t lse_at() const { return align(rows * heads * storage_of(dtype).row_bytes(dim)); }
   std::int64_t bytes() const { return lse_at() + align(rows * heads * 4); }
 
   kernels::TokenRows out(std::byte* slot) const { return {slot, std::int64_t{heads} * dim, dim}; }
@@ -24,7 +23,6 @@ struct FinishedSlot {
 
   /// Describes the copy of the rows in `slots` equal slots; the caller adds the destination.
   kernels::PackOutputsParams take_from(std::byte* first, int slots) const {
-    const auto size = static_cast<std::int64_t>(size_of(dtype));
     const auto apart = static_cast<std::uint32_t>(slots > 1 ? rows : 0);
     kernels::PackOutputsParams p;
     p.tokens = rows * slots;
@@ -32,7 +30,7 @@ struct FinishedSlot {
     p.dim = dim;
     p.dtype = dtype;
     p.from = out(first);
-    p.from.gap = {bytes() / size - rows * heads * dim, apart};
+    p.from.gap = {storage_of(dtype).elements(bytes()) - rows * heads * dim, apart};
     p.from_lse = lse(first);
     p.from_lse.gap = {bytes() / 4 - rows * heads, apart};
     return p;

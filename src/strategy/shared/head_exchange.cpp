@@ -16,8 +16,7 @@ std::int64_t aligned(std::int64_t bytes) { return (bytes + 15) / 16 * 16; }
 
 /// Rows of some heads: those of `from`, starting at its head `first`.
 kernels::TokenRows heads_from(kernels::TokenRows from, int first, DType dtype) {
-  from.data = static_cast<std::byte*>(from.data) +
-              first * from.head_stride * static_cast<std::int64_t>(size_of(dtype));
+  from.data = from.address(storage_of(dtype), first * from.head_stride);
   return from;
 }
 
@@ -157,11 +156,11 @@ void HeadExchange::make_own(Pass& pass) const {
 }
 
 std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
-  return aligned(rows * most_.query * layer_.bounds.head_dim * query_bytes());
+  return aligned(rows * most_.query * query_format().row_bytes(layer_.bounds.head_dim));
 }
 
 std::int64_t HeadExchange::key_slot(std::int64_t rows, int i) const {
-  return aligned(rows * most_.kv * dim_of(i) * key_bytes());
+  return aligned(rows * most_.kv * key_format().row_bytes(dim_of(i)));
 }
 
 FinishedSlot HeadExchange::finished(std::int64_t rows, int peer) const {
@@ -212,7 +211,8 @@ void HeadExchange::exchange_queries(const Pass& pass) const {
   place.dim = dim;
   place.dtype = layer_.bounds.q_dtype;
   place.from = dense(arriving_, heads, dim);
-  place.from.gap = {slot / query_bytes() - most * heads * dim, static_cast<std::uint32_t>(most)};
+  place.from.gap = {query_format().elements(slot) - most * heads * dim,
+                    static_cast<std::uint32_t>(most)};
   place.to = dense(queries_, heads, dim);
   place.map = rows_.map();
   layer_.kernels.pack_outputs(place, run.stream);
@@ -246,13 +246,8 @@ void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) c
 
 void HeadExchange::attend_to(Pass& pass, const HeadShare& some) const {
   const Run& run = pass.run;
-  const auto scales = [&](Scales all) {
-    if (all && all.per_head) all.data += some.kv.begin;
-    return all;
-  };
   const auto kv_heads_from = [&](kernels::KvRows all) {
-    const std::int64_t first = (some.kv.begin - share_.kv.begin) * all.head_stride;
-    all.data = static_cast<std::byte*>(all.data) + first * key_bytes();
+    all.data = all.address(key_format(), (some.kv.begin - share_.kv.begin) * all.head_stride);
     return all;
   };
   kernels::AttendParams& p = pass.attend;
@@ -264,9 +259,9 @@ void HeadExchange::attend_to(Pass& pass, const HeadShare& some) const {
   own_keys_.attend_to(pass, ordered_, part_of_node(run.arrays.keys, ranks_));
   p.k = kv_heads_from(p.k);
   p.v = kv_heads_from(p.v);
-  p.q_scale = scales(p.q_scale);
-  p.k_scale = scales(p.k_scale);
-  p.v_scale = scales(p.v_scale);
+  p.q_scale = p.q_scale.from_head(some.kv.begin);
+  p.k_scale = p.k_scale.from_head(some.kv.begin);
+  p.v_scale = p.v_scale.from_head(some.kv.begin);
   p.bias.slopes = slopes_from(p.bias.slopes, some.query.begin);
   pass.merge.heads = p.heads;
   pass.merge.state_heads = pass.merge.first_head = 0;
@@ -312,8 +307,7 @@ void HeadExchange::return_rows(const Pass& pass, const kernels::MergeParams& ask
   pack.map = rows_.map();
   pack.map_of = PackOutputsParams::MapOf::sources;
   pack.to = leaving.out(leaving_);
-  pack.to.gap = {
-      bytes / static_cast<std::int64_t>(size_of(pack.dtype)) - most * pack.heads * pack.dim, apart};
+  pack.to.gap = {storage_of(pack.dtype).elements(bytes) - most * pack.heads * pack.dim, apart};
   pack.to_lse = leaving.lse(leaving_);
   pack.to_lse.gap = {bytes / 4 - most * pack.heads, apart};
   pack.headers = asked.headers;
@@ -373,20 +367,20 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
                                             o.of_values(), o.dtypes.of_out()}
                                    .bytes());
   };
-  const double query = static_cast<double>(size_of(o.dtypes.of_query())) * most.query * o.head_dim;
-  const double key = static_cast<double>(size_of(o.dtypes.of_kv())) * most.kv;
+  const StorageFormat format = storage_of(o.dtypes.of_kv());
+  const double query = 1.0 * most.query * storage_of(o.dtypes.of_query()).row_bytes(o.head_dim);
+  const double key = 1.0 * most.kv * format.row_bytes(o.head_dim);
+  const double value = 1.0 * most.kv * format.row_bytes(o.of_values());
   const double block = most_keys_of_a_rank(o.keys, size.keys, ranks);
   const double queries = o.queries ? aligned(own_rows * query) : 0;
-  const double keys = aligned(block * key * o.head_dim),
-               values = aligned(block * key * o.of_values());
+  const double keys = aligned(block * key), values = aligned(block * value);
   const double results = by_heads ? 0 : finished(dealt ? own_rows : rows);
   const double leaving = ranks * std::max({queries, keys, values, results});
   return {.received_bytes = (ranks - 1) * (queries + keys + values + results),
           .workspace_bytes = leaving + std::max(leaving, dealt ? finished(rows) : 0) +
                              (o.queries ? rows * query : 0) +
                              (dealt ? ranks * own_rows * sizeof(std::int64_t) : 0) +
-                             block * key_row_bytes(o) +
-                             size.keys * key * (o.head_dim + o.of_values()),
+                             block * key_row_bytes(o) + size.keys * (key + value),
           .messages = 2.0 + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
           .work = static_cast<double>(most.query) / o.heads,
           .keys_read = static_cast<double>(most.kv) / o.kv_heads,

@@ -11,6 +11,7 @@
 #include <functional>
 #include <string>
 
+#include "longspan/storage.hpp"
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/finished_rows.hpp"
@@ -72,12 +73,8 @@ class HeadExchange {
   int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
-  std::int64_t query_bytes() const {
-    return static_cast<std::int64_t>(size_of(layer_.bounds.q_dtype));
-  }
-  std::int64_t key_bytes() const {
-    return static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
-  }
+  StorageFormat query_format() const { return storage_of(layer_.bounds.q_dtype); }
+  StorageFormat key_format() const { return storage_of(layer_.bounds.kv_dtype); }
 
   // Bytes from one rank to another: equal ones, for the most heads.
   std::int64_t query_slot(std::int64_t rows) const;

@@ -15,7 +15,7 @@ using kernels::RowPlaces;
 using kernels::RowPuts;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-std::int64_t bytes_of(DType dtype) { return static_cast<std::int64_t>(size_of(dtype)); }
+std::int64_t row_bytes(DType dtype, int dim) { return storage_of(dtype).row_bytes(dim); }
 
 /// Pieces of all heads of a rank's rows, which have `bytes` bytes.
 HeadPieces pieces_of_heads(int heads, int kv_heads, int ranks, double bytes) {
@@ -50,11 +50,11 @@ Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run
   const kernels::AttendParams& all = layer.bounds;
   const KeyBlock& whole = exchange.whole_keys();
   return {
-      {{static_cast<std::byte*>(run.args.q.data), all.heads, all.head_dim * bytes_of(all.q_dtype)},
+      {{static_cast<std::byte*>(run.args.q.data), all.heads, row_bytes(all.q_dtype, all.head_dim)},
        exchange.whole_queries(),
        &HeadShare::query},
-      {{own.k, all.kv_heads, all.head_dim * bytes_of(all.kv_dtype)}, whole.k, &HeadShare::kv},
-      {{own.v, all.kv_heads, all.value_dim * bytes_of(all.kv_dtype)}, whole.v, &HeadShare::kv}};
+      {{own.k, all.kv_heads, row_bytes(all.kv_dtype, all.head_dim)}, whole.k, &HeadShare::kv},
+      {{own.v, all.kv_heads, row_bytes(all.kv_dtype, all.value_dim)}, whole.v, &HeadShare::kv}};
 }
 
 }  // namespace
@@ -86,7 +86,7 @@ HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
   const std::int64_t rows = options.limits.max_tokens * options.heads;
   puts_.open([&](Parts& memory) {
     exchange_.lay_out_whole(memory);
-    rows_ = memory.take(at(rows * layer_.bounds.value_dim * bytes_of(options.dtypes.of_out())));
+    rows_ = memory.take(at(rows * row_bytes(options.dtypes.of_out(), layer_.bounds.value_dim)));
     lse_ = memory.take(at(rows * std::int64_t{sizeof(float)}));
   });
 }
@@ -98,14 +98,14 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
       arrays.keys.length > kMost)
     return std::nullopt;
   const kernels::AttendParams& all = layer_.bounds;
-  const std::int64_t row_bytes = std::int64_t{all.heads} * all.head_dim * bytes_of(all.q_dtype);
-  const std::int64_t key_bytes =
-      std::int64_t{all.kv_heads} * (all.head_dim + all.value_dim) * bytes_of(all.kv_dtype);
+  const std::int64_t of_row = all.heads * row_bytes(all.q_dtype, all.head_dim);
+  const std::int64_t of_key = all.kv_heads * (row_bytes(all.kv_dtype, all.head_dim) +
+                                              row_bytes(all.kv_dtype, all.value_dim));
   auto rows = stretches_of_ranks(arrays.queries, ranks(), arrays.queries.length);
   auto keys = stretches_of_ranks(arrays.keys, ranks(), arrays.keys.length);
   // Such a rank refuses rows that it has no memory for, so they must not be put either.
   if (!rows || !keys || most_rows(*rows) > layer_.options.limits.max_tokens) return std::nullopt;
-  const std::int64_t sent = most_rows(*rows) * row_bytes + most_rows(*keys) * key_bytes;
+  const std::int64_t sent = most_rows(*rows) * of_row + most_rows(*keys) * of_key;
   return Way{*std::move(rows), *std::move(keys), arrays.queries.length, arrays.keys.length,
              pieces_of_heads(all.heads, all.kv_heads, ranks(), static_cast<double>(sent))};
 }
@@ -199,7 +199,7 @@ RowPlaces HeadPuts::places_of(const Way& way) const {
   static_assert(PeerView::kMostRanks * kMostStretches <= RowPlaces::kMostStretches);
   const int heads = layer_.bounds.heads, first_head = exchange_.share().query.begin;
   const DenseRows place{rows_, heads,
-                        layer_.bounds.value_dim * bytes_of(layer_.options.dtypes.of_out())};
+                        row_bytes(layer_.options.dtypes.of_out(), layer_.bounds.value_dim)};
   RowPlaces places;
   for (int p = 0; p < ranks(); ++p) {
     auto* const lse = reinterpret_cast<float*>(layer_.comm.place_at(lse_, p));
@@ -274,24 +274,23 @@ std::size_t HeadPuts::received(const Way& way) const {
 /// The bytes of received finished rows.
 std::size_t HeadPuts::received_results(const Way& way) const {
   const std::int64_t heads = layer_.bounds.heads - exchange_.share().query.size();
-  const std::int64_t row_bytes =
-      layer_.bounds.value_dim * bytes_of(layer_.options.dtypes.of_out()) +
-      std::int64_t{sizeof(float)};
-  return at(way.rows_of(rank()) * heads * row_bytes);
+  const std::int64_t with_lse = row_bytes(layer_.options.dtypes.of_out(), layer_.bounds.value_dim) +
+                                std::int64_t{sizeof(float)};
+  return at(way.rows_of(rank()) * heads * with_lse);
 }
 
 /// Puts the finished rows of all heads to their owners, including this rank.
 void HeadPuts::take_back(const Run& run, const Way& way) const {
   const HeadShare& share = exchange_.share();
   const FinishedSlot slot = exchange_.finished(way.tokens, rank());
-  const std::int64_t row_bytes = slot.dim * bytes_of(slot.dtype);
-  const DenseRows rows{exchange_.finished_rows(), slot.heads, row_bytes};
+  const std::int64_t head_bytes = row_bytes(slot.dtype, slot.dim);
+  const DenseRows rows{exchange_.finished_rows(), slot.heads, head_bytes};
   constexpr std::int64_t kLse = sizeof(float);
   std::byte* const lse = exchange_.finished_rows() + slot.lse_at();
   std::vector<StridedCopy> copies;
   for (int to = 0; to < ranks(); ++to) {
     const std::int64_t theirs = way.rows_of(to);
-    const DenseRows place{layer_.comm.place_at(rows_, to), layer_.bounds.heads, row_bytes};
+    const DenseRows place{layer_.comm.place_at(rows_, to), layer_.bounds.heads, head_bytes};
     std::byte* const place_of_lse = layer_.comm.place_at(lse_, to);
     for (const Stretch& one : way.rows[at(to)]) {
       copies.push_back(
@@ -326,12 +325,13 @@ void HeadPuts::put_result(const Run& run, const Way& way, const kernels::MergePa
 /// overlaps it.
 RunCost head_puts_cost(const Options& options, int ranks, const RunSize& size) {
   RunCost cost = head_exchange_cost(options, ranks, size);
-  const double row = 1.0 * options.heads * options.head_dim * size_of(options.dtypes.of_query());
+  const double row = 1.0 * options.heads * row_bytes(options.dtypes.of_query(), options.head_dim);
   const double sent = size.most_tokens * row +
                       most_keys_of_a_rank(options.keys, size.keys, ranks) * key_row_bytes(options);
   const int pieces = pieces_of_heads(options.heads, options.kv_heads, ranks, sent).count;
-  const double results = size.most_tokens * options.heads *
-                         (options.of_values() * size_of(options.dtypes.of_out()) + sizeof(float));
+  const double results =
+      size.most_tokens * options.heads *
+      static_cast<double>(row_bytes(options.dtypes.of_out(), options.of_values()) + 4);
   const double operands = cost.received_bytes - results * (ranks - 1) / ranks;
   cost.workspace_bytes += results;
   if (size.tokens >= KeyArrivals::kLeastRows)

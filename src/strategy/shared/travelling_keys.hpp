@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <string>
 
+#include "longspan/storage.hpp"
 #include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -94,7 +95,7 @@ class TravellingKeys {
  private:
   std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }
   std::int64_t row_bytes(int dim) const {
-    return row_elements(dim) * static_cast<std::int64_t>(size_of(layer_.bounds.kv_dtype));
+    return layer_.bounds.kv_heads * storage_of(layer_.bounds.kv_dtype).row_bytes(dim);
   }
   bool is_listed() const { return layer_.options.keys.layout == Layout::listed; }
   /// Whether this CPU knows how many keys each rank has of each sequence.

@@ -148,15 +148,12 @@ TEST(Element, LoadsAndStoresTheElementItIsAskedFor) {
   }
 }
 
-TEST(Element, FloatsAndScales) {
+TEST(Element, Floats) {
   const float values[] = {0.5f, 2.0f};
   EXPECT_FALSE(Floats());
   EXPECT_EQ(Floats(values)[1], 2.0f);
   const std::uint16_t halves[] = {0x3c00, 0xc000};
   EXPECT_EQ(Floats(halves, fp16)[1], -2.0f);
-  EXPECT_EQ(Scales()[7], 1.0f);
-  EXPECT_EQ((Scales{values, false}[1]), 0.5f);
-  EXPECT_EQ((Scales{values, true}[1]), 2.0f);
 }
 
 }  // namespace

@@ -1,0 +1,88 @@
+/// \file
+/// How rows of queries, keys and values lie in memory: the bytes of their elements, and the scales
+/// of quantised ones.
+///
+/// StorageFormat counts the bytes of such rows wherever they lie: in tensors, in caches, and in the
+/// buffers in which they, and finished rows, travel. It counts in bits, because an element may be
+/// smaller than a byte. size_of counts the bytes of one element of all other arrays, which have
+/// whole bytes: lengths, tables, sinks, slopes, results, files, and tensors of which only the type
+/// is known. A kernel that is compiled for one type of element uses sizeof.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "longspan/types.hpp"
+
+namespace longspan {
+
+/// How the elements of a row lie in memory. Strides and offsets of rows are counted in elements.
+struct StorageFormat {
+  int bits = 32;             ///< of an element
+  bool needs_scale = false;  ///< a stored x stands for x times a scale (ScaleView)
+
+  /// The bytes of `elements` elements, for offsets and strides.
+  LONGSPAN_HD constexpr std::int64_t bytes(std::int64_t elements) const {
+    return elements * bits >> 3;
+  }
+  /// The bytes of a row of `dim` elements; the next row begins at a whole byte.
+  LONGSPAN_HD constexpr std::int64_t row_bytes(int dim) const {
+    return (std::int64_t{dim} * bits + 7) >> 3;
+  }
+  /// The elements in `bytes` bytes.
+  template <class Int>
+  LONGSPAN_HD constexpr Int elements(Int bytes) const {
+    return bytes * 8 / bits;
+  }
+};
+
+/// The table of storage formats, by the type of an element. In kernels a switch takes more
+/// instructions than conditions.
+LONGSPAN_HD constexpr StorageFormat storage_of(DType dtype) {
+  const int bits = dtype == DType::fp32 || dtype == DType::int32  ? 32
+                   : dtype == DType::fp16 || dtype == DType::bf16 ? 16
+                   : dtype == DType::int64                        ? 64
+                                                                  : 8;
+  return {.bits = bits, .needs_scale = is_fp8(dtype)};
+}
+
+/// Bytes of one element of an array.
+LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
+  return static_cast<std::size_t>(storage_of(dtype).bits) / 8;
+}
+
+/// Scales of quantised rows, fp32. A stored element x stands for x * scale. One scale of a whole
+/// tensor has strides of 0. Scales of kv heads have a head_stride, and scales of keys the others.
+struct ScaleView {
+  const float* data = nullptr;   ///< null: not given, and all scales are 1
+  std::int64_t page_stride = 0;  ///< from page to page of a cache, in scales
+  std::int64_t row_stride = 0;   ///< from key to key
+  std::int64_t head_stride = 0;  ///< from kv head to kv head
+
+  /// One scale of a tensor, [1], or one of each kv head, [kv_heads].
+  static ScaleView dense(const float* data, std::int64_t count) {
+    return {.data = data, .head_stride = count > 1 ? 1 : 0};
+  }
+
+  /// Whether they are given.
+  LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
+  /// The scale of a kv head, which all rows of the view share; 1 if none is given.
+  LONGSPAN_HD float of(int kv_head) const {
+    return data == nullptr ? 1.0f : data[kv_head * head_stride];
+  }
+  /// The scales of one row of a page; a cache without pages has one page.
+  LONGSPAN_HD ScaleView of_row(std::int64_t page, std::int64_t row) const {
+    return {data + page * page_stride + row * row_stride, 0, 0, head_stride};
+  }
+  /// The scales of the kv heads from `kv_head` on.
+  ScaleView from_head(int kv_head) const {
+    return {data + kv_head * head_stride, page_stride, row_stride, head_stride};
+  }
+  /// The number of different scales of a row of `kv_heads` heads.
+  int count(int kv_heads) const { return head_stride == 0 ? 1 : kv_heads; }
+
+  /// Whether both are the same memory, read alike.
+  bool operator==(const ScaleView&) const = default;
+};
+
+}  // namespace longspan

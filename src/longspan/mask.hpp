@@ -61,8 +61,9 @@ struct Documents {
 
   /// The document of a position; an empty interval if it is in none.
   LONGSPAN_HD Interval around(std::int64_t position) const {
-    if (count == 0) return {position, position};
-    // Empty, but still in order: what the first and the last row see bounds what all rows see.
+    // Empty intervals are in order too: what the first and the last row see bounds what all rows
+    // see.
+    if (count == 0) return {0, 0};
     if (position < start[0]) return {start[0], start[0]};
     if (position >= start[count]) return {start[count], start[count]};
     const std::int64_t* const starts = start;

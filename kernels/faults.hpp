@@ -20,6 +20,7 @@
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/params.hpp"
+#include "kernels/visible.hpp"
 
 namespace longspan::kernels {
 
@@ -45,15 +46,16 @@ LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
   return true;
 }
 
-/// The local keys of the sequence that some row of it sees.
+/// An interval that holds the local keys of the sequence that some row of it sees.
 LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   const Shard shard = p.shard.for_sequence(b);
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (q_len == 0 || p.batch.skips(q_len)) return {};
   if (shard.layout == Layout::listed) return {0, shard.local_len(kv_len)};
-  const Interval first = p.visible(b, p.query_position(b, 0, kv_len), kv_len);
-  const Interval last = p.visible(b, p.query_position(b, q_len - 1, kv_len), kv_len);
-  return {shard.before(first.begin, kv_len), shard.before(last.end, kv_len)};
+  const MaskRule rule = p.mask_rule(b, kv_len);
+  const auto row_keys = [&](std::int64_t row) { return rule(p.query_position(b, row, kv_len)); };
+  const Interval seen = VisibleBlocks(q_len, row_keys, rule.order(false)).hull();
+  return {shard.before(seen.begin, kv_len), shard.before(seen.end, kv_len)};
 }
 
 /// Checks the entry for a local key; if it is not a page, reports it and returns false.

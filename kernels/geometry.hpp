@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/visible.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
@@ -85,17 +86,16 @@ struct Geometry {
   LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
     return kv_len - whole_query_len(b) + query_index(b, token);
   }
-  /// The positions that the query at `position` of sequence b sees.
+  /// Which positions the queries of sequence b see.
+  LONGSPAN_HD MaskRule mask_rule(int b, std::int64_t kv_len) const {
+    MaskRule rule{mask, documents, kv_len};
+    rule.mask.causal = is_causal(b);
+    return rule;
+  }
+  /// The positions that the query at `position` of sequence b sees. For CUDA, whose kernels take
+  /// one interval.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
-    Mask rule = mask;
-    rule.causal = is_causal(b);
-    Interval seen = rule.visible(position, kv_len);
-    if (documents) {
-      const Interval own = documents.around(position);
-      if (own.begin > seen.begin) seen.begin = own.begin;
-      if (own.end < seen.end) seen.end = own.end;
-    }
-    return seen;
+    return mask_rule(b, kv_len)(position).hull();
   }
 
  private:

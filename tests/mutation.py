@@ -25,12 +25,13 @@ BIAS = "kernels/host/bias-inl.hpp"
 
 # The row's visible keys if the rank's keys were the whole sequence.
 LOCAL_SIGHT = """const Interval local = p_.visible(
-        s.index, s.keys - s.query_len + (tile_.first + row) / group_, s.keys);
+        s.index, s.keys - s.query_len + token(row), s.keys);
     const auto as_it_is = [&](std::int64_t key) {
       return std::clamp(key, tile_.keys.begin, tile_.keys.end);
     };
+    const Interval sight = in_shard(seen, s.shard, s.kv_len, tile_.keys).hull();
     """
-SIGHT = "return {cut(seen.begin), cut(seen.end)};"
+SIGHT = "return in_shard(seen, s.shard, s.kv_len, tile_.keys);"
 LOCAL_COLUMN = "const std::int64_t local_context = tile_.sequence.keys - tile_.sequence.query_len;\n"
 
 
@@ -60,9 +61,9 @@ def local_qq(text):
 
 MUTANTS = [
     ("window by local position", VISIBLE,
-     replaced(SIGHT, LOCAL_SIGHT + "return {as_it_is(local.begin), cut(seen.end)};")),
+     replaced(SIGHT, LOCAL_SIGHT + "return {{{as_it_is(local.begin), sight.end}}};")),
     ("causal bound by local position", VISIBLE,
-     replaced(SIGHT, LOCAL_SIGHT + "return {cut(seen.begin), as_it_is(local.end)};")),
+     replaced(SIGHT, LOCAL_SIGHT + "return {{{sight.begin, as_it_is(local.end)}}};")),
     ("ALiBi by local position", BIAS,
      replaced("auto distance = hn::Load(integer, column_ + j);",
               LOCAL_COLUMN +

@@ -320,7 +320,7 @@ class Bf16TileRun {
         factor = 1.0f;
       }
       Range own = visible_.keys(seen.segment, row + r, row + r);
-      if (visible_.listed()) {
+      if (!visible_.sees_intervals()) {
         visible_.hide(seen.segment, row + r, {0, kSegment}, of_row);
         own = {0, kSegment};
       }

@@ -90,8 +90,11 @@ inline void find_seen(const AttendParams& p, const Tile& tile, const Visible& vi
     for (int j = any.begin; j < any.end; ++j)
       if (visible.some_row_sees(segment.first + j)) find(j, j + 1);
   } else {
-    find(any.begin, static_cast<int>(std::min<std::int64_t>(any.end + ahead,
-                                                            visible.any().end - segment.first)));
+    const std::int64_t end = segment.first + any.end + ahead;
+    for (Interval seen = visible.next(segment.first + any.begin); !seen.empty() && seen.begin < end;
+         seen = visible.next(seen.end))
+      find(static_cast<int>(seen.begin - segment.first),
+           static_cast<int>(std::min(seen.end, end) - segment.first));
   }
 }
 

@@ -66,10 +66,10 @@ PackedKeys::PackedKeys(const AttendParams& params, std::byte* memory,
     if (rows >= kLeastRows && rows <= std::numeric_limits<int>::max() &&
         (serving(p_, b).id == OnHost::Id::amx) == bf16_ && has_tiles(s)) {
       const Tile tile = whole(p_, s);
-      const Interval any = Visible(p_, tile).any();
-      if (!any.empty()) {
-        first_[b] = any.begin / kSegment;
-        count = segments_of(any.end) - first_[b];
+      const Interval hull = Visible(p_, tile).hull();
+      if (!hull.empty()) {
+        first_[b] = hull.begin / kSegment;
+        count = segments_of(hull.end) - first_[b];
         if (count > capacity_) count = 0;
       }
     }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "kernels/visible.hpp"
 #include "src/base/divided_up.hpp"
 
 namespace longspan {
@@ -11,24 +12,12 @@ namespace {
 
 constexpr std::int64_t kTile = 128;  // rows, and keys
 
-double length(const Interval& interval) {
-  return interval.empty() ? 0.0 : static_cast<double>(interval.end - interval.begin);
-}
-
 /// The keys that the row at a position sees.
 double seen_by_row(const Mask& mask, const Sequences& s, std::int64_t position) {
-  return length(mask.visible(position, s.keys));
-}
-
-/// The positions of the rows that see the key at a position.
-Interval rows_that_see(const Mask& mask, const Sequences& s, std::int64_t position) {
-  Interval rows{s.first_row(), s.keys};
-  if (mask.causal)
-    rows.begin = std::max(rows.begin, position);
-  else if (mask.right >= 0)
-    rows.begin = std::max(rows.begin, position - mask.right);
-  if (mask.window > 0) rows.end = std::min(rows.end, position + mask.window);
-  return rows;
+  double keys = 0;
+  for (const Interval& one : kernels::MaskRule{mask, {}, s.keys}(position).part)
+    if (!one.empty()) keys += static_cast<double>(one.end - one.begin);
+  return keys;
 }
 
 /// Walks over `count` positions in cells of equal size; the middle of a cell stands for all of
@@ -53,15 +42,14 @@ std::int64_t cells_of_each(std::int64_t cells, const std::vector<Sequences>& bat
 }
 
 /// One rank's part of a sequence, cut into tiles, and what the other side sees of it: for keys the
-/// rows, for rows the keys. Both ends of the interval that sees a position ascend with the
-/// position.
+/// rows, for rows the keys.
 class Share {
  public:
   Share(const Shard& own, bool by_keys, const Mask& mask, const Sequences& sequence, int group)
       : own_(own),
         by_keys_(by_keys),
-        mask_(mask),
-        sequence_(sequence),
+        rule_{mask, {}, sequence.keys},
+        first_row_(sequence.first_row()),
         own_heads_(by_keys ? 1 : group),
         other_heads_(by_keys ? group : 1),
         whole_(by_keys ? sequence.keys : sequence.rows),
@@ -71,42 +59,40 @@ class Share {
 
   /// The number of tiles of the other side that form visible tiles with tile `tile`.
   double visible_with(std::int64_t tile) const {
-    std::int64_t counted = 0;
-    return static_cast<double>(touched(tile * kTile / own_heads_,
-                                       std::min(count_, divided_up((tile + 1) * kTile, own_heads_)),
-                                       counted));
+    const std::int64_t begin = tile * kTile / own_heads_,
+                       end = std::min(count_, divided_up((tile + 1) * kTile, own_heads_));
+    const bool consecutive = position(end - 1) - position(begin) == end - 1 - begin;
+    const kernels::VisibleBlocks others(
+        end - begin, [&](std::int64_t i) { return others_of(position(begin + i)); },
+        rule_.order(consecutive));
+    std::int64_t tiles = 0;
+    for (Interval seen = others.next(0); !seen.empty();) {
+      const std::int64_t past = divided_up(seen.end, kTile);
+      tiles += past - seen.begin / kTile;
+      seen = others.next(past * kTile);
+    }
+    return static_cast<double>(tiles);
   }
 
  private:
   std::int64_t position(std::int64_t i) const {
-    return own_.position(i, whole_) + (by_keys_ ? 0 : sequence_.first_row());
+    return own_.position(i, whole_) + (by_keys_ ? 0 : first_row_);
   }
-  Interval seen(std::int64_t i) const {
-    return by_keys_ ? rows_that_see(mask_, sequence_, position(i))
-                    : mask_.visible(position(i), sequence_.keys);
-  }
-
-  /// Counts the tiles of the other side, from `counted` on, that see the rank's [begin, end) or are
-  /// seen by it, and moves `counted` behind them. If they form one interval, its ends suffice.
-  std::int64_t touched(std::int64_t begin, std::int64_t end, std::int64_t& counted) const {
-    const Interval first = seen(begin), last = seen(end - 1);
-    const bool consecutive = position(end - 1) - position(begin) == end - 1 - begin;
-    if (end - begin > 1 && !consecutive && last.begin > first.end) {
-      const std::int64_t middle = begin + (end - begin) / 2;
-      const std::int64_t before = touched(begin, middle, counted);
-      return before + touched(middle, end, counted);
-    }
-    if (last.end <= first.begin) return 0;
-    const std::int64_t origin = by_keys_ ? sequence_.first_row() : 0;
-    const std::int64_t from = std::max(counted, (first.begin - origin) * other_heads_ / kTile);
-    counted = std::max(counted, divided_up((last.end - origin) * other_heads_, kTile));
-    return std::max<std::int64_t>(0, counted - from);
+  /// The keys that the row at a position sees, or the packed rows that see the key there.
+  kernels::RowKeys<kernels::MaskRule::kIntervals> others_of(std::int64_t at) const {
+    if (!by_keys_) return rule_(at);
+    auto rows = rule_.rows_that_see(at);
+    const auto packed = [&](std::int64_t row) {
+      return std::max<std::int64_t>(0, row - first_row_) * other_heads_;
+    };
+    for (Interval& one : rows.part) one = {packed(one.begin), packed(one.end)};
+    return rows;
   }
 
   Shard own_;
   bool by_keys_;
-  const Mask& mask_;
-  const Sequences& sequence_;
+  kernels::MaskRule rule_;
+  std::int64_t first_row_;                // position of the first row of all ranks
   std::int64_t own_heads_, other_heads_;  // of a packed row, of a key
   std::int64_t whole_, count_;            // positions of all ranks, and of this one
 };

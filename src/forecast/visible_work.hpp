@@ -5,8 +5,8 @@
 //     tile   128 packed rows (the query heads of a group, row after row) by 128 keys
 //
 // A rank that shares keys has its own keys, 128 by 128 in their order, and all rows in order. One
-// that shares rows has its own rows and all keys in order. Long shares are sampled: some tiles
-// stand for their neighbours.
+// that shares rows has its own rows and all keys in order. VisibleBlocks says which tiles a tile of
+// the rank forms visible tiles with. Long shares are sampled: some tiles stand for their neighbours.
 #pragma once
 
 #include <cstdint>

@@ -2,38 +2,33 @@
 
 #include <fmt/format.h>
 
+#include "kernels/visible.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan {
 namespace {
-
-/// The keys that row `row` of the receiver sees in sequence b.
-Interval seen_by(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
-                 std::int64_t row, std::int64_t kv_len) {
-  return g.visible(b, kv_len - whole_rows + rows.position(row, whole_rows), kv_len);
-}
 
 /// The receiver's share of the query rows.
 Shard rows_of_receiver(const Run& run, int receiver) {
   return run.attend.queries.ranks == 1 ? Shard{} : run.attend.queries.with_rank(receiver);
 }
 
-/// Whether some of the receiver's rows of sequence b see some of the owner's keys. If the positions
-/// of both ascend, so do the ends of what rows see, and the hull of all rows decides most cases.
-bool sees_some(const kernels::Geometry& g, int b, const Shard& rows, std::int64_t whole_rows,
-               const Shard& owner, std::int64_t kv_len) {
-  const std::int64_t own = rows.local_len(whole_rows);
-  if (own == 0 || owner.local_len(kv_len) == 0) return false;
-  const auto seen = [&](std::int64_t row) { return seen_by(g, b, rows, whole_rows, row, kv_len); };
-  const auto holds = [&](std::int64_t begin, std::int64_t end) {
-    return begin < end && owner.before(end, kv_len) > owner.before(begin, kv_len);
-  };
-  if (!holds(seen(0).begin, seen(own - 1).end)) return false;
-  for (std::int64_t row = own - 1; row >= 0; --row) {  // the last rows see the most
-    const Interval keys = seen(row);
-    if (holds(keys.begin, keys.end)) return true;
-  }
-  return false;
+/// What all rows of sequence b in a share see of `keys`; there is at least one.
+auto visible_to(const kernels::Geometry& g, int b, const Shard& queries, std::int64_t kv_len,
+                const Shard& keys) {
+  const std::int64_t whole_rows = g.batch.query_len(b, g.tokens),
+                     own = queries.local_len(whole_rows);
+  const kernels::ShardedRows<kernels::MaskRule> rows{g.mask_rule(b, kv_len), queries, whole_rows,
+                                                     keys};
+  return kernels::VisibleBlocks(own, rows, rows.order(0, own));
+}
+
+/// Whether some of the receiver's rows of sequence b see some of the owner's keys.
+bool sees_some(const kernels::Geometry& g, int b, const Shard& receiver, const Shard& owner) {
+  const std::int64_t rows = g.batch.query_len(b, g.tokens), kv_len = g.batch.keys(b, owner);
+  if (g.batch.skips(rows) || receiver.local_len(rows) == 0 || owner.local_len(kv_len) == 0)
+    return false;
+  return !visible_to(g, b, receiver, kv_len, owner).next(0).empty();
 }
 
 bool knows_lengths(const Run& run, Device device) {
@@ -69,12 +64,8 @@ bool may_see(const Run& run, Device device, int receiver, int owner) {
   const kernels::Geometry all = run.all_rows();
   const Shard rows = rows_of_receiver(run, receiver);
   const Shard keys = run.arrays.keys.with_rank(owner);
-  for (int b = 0; b < run.arrays.batch; ++b) {
-    const std::int64_t query_len = all.batch.query_len(b, all.tokens);
-    if (!all.batch.skips(query_len) && sees_some(all, b, rows.for_sequence(b), query_len,
-                                                 keys.for_sequence(b), all.batch.keys(b, keys)))
-      return true;
-  }
+  for (int b = 0; b < run.arrays.batch; ++b)
+    if (sees_some(all, b, rows.for_sequence(b), keys.for_sequence(b))) return true;
   return false;
 }
 
@@ -83,11 +74,9 @@ Interval keys_seen(const Run& run, Device device, int receiver) {
   if (!knows_masks(run, device)) return {0, length};
   const kernels::Geometry all = run.all_rows();
   const Shard rows = rows_of_receiver(run, receiver);
-  const std::int64_t whole_rows = all.batch.query_len(0, all.tokens),
-                     own = rows.local_len(whole_rows);
-  if (own == 0) return {0, 0};
-  return {seen_by(all, 0, rows, whole_rows, 0, length).begin,
-          seen_by(all, 0, rows, whole_rows, own - 1, length).end};
+  if (rows.local_len(all.batch.query_len(0, all.tokens)) == 0) return {};
+  const Interval hull = visible_to(all, 0, rows, length, {}).hull();
+  return hull.empty() ? Interval{} : hull;
 }
 
 void append_new_keys(const Layer& layer, Pass& pass) {

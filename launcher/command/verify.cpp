@@ -35,16 +35,16 @@ std::string features(const Problem& p) {
 
 std::string describe(const Problem& p) {
   const Options& o = p.options;
+  std::string numbers;
+  for (const auto& [name, value] : score_numbers(o.score))
+    numbers += fmt::format(" {} {}", name, value);
   return fmt::format(
-             "{} heads {}/{} dims {}/{} q {} kv {} keys {}:{}{} causal {} window {} right {} "
-             "softcap "
-             "{}{}{}",
+             "{} heads {}/{} dims {}/{} q {} kv {} keys {}:{}{} causal {} window {} right {}{}{}{}",
              name(o.dtypes.compute), o.heads, o.kv_heads, o.head_dim, p.value_dim(), p.q_lens,
              p.kv_lens, name(p.keys.layout), p.keys.block,
              p.queries ? fmt::format(" queries {}:{}", name(p.queries->layout), p.queries->block)
                        : "",
-             o.mask.causal, o.mask.window, o.mask.right, o.score.softcap,
-             p.sinks.empty() ? "" : " sinks",
+             o.mask.causal, o.mask.window, o.mask.right, numbers, p.sinks.empty() ? "" : " sinks",
              p.capacity ? fmt::format(" capacity {}", p.capacity) : "") +
          features(p);
 }

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 
+#include "longspan/option_table.hpp"
 #include "longspan/version.hpp"
 
 namespace longspan::launcher {
@@ -58,6 +60,14 @@ std::string ms_text(double ms) {
   return fmt::format("{:.{}f}", ms, ms >= 100 ? 1 : ms >= 1 ? 3 : 4);
 }
 
+ScoreNumbers score_numbers(const ScoreOptions& options) {
+  ScoreNumbers numbers;
+  visit_score_options(options, [&]<class T>(const OptionInfo& option, const T& value) {
+    if constexpr (std::is_same_v<T, float>) numbers.emplace_back(option.name, value);
+  });
+  return numbers;
+}
+
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
                 const Attention& layer) {
   const Options& o = layer.options();
@@ -85,7 +95,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.invariant = o.invariant;
   r.causal = o.mask.causal;
   r.window = o.mask.window;
-  r.softcap = o.score.softcap;
+  r.score = score_numbers(o.score);
   r.alibi = options.alibi;
   r.lengths = options.lengths;
   const std::size_t own[] = {layer.workspace_bytes(), layer.exchange().peer_bytes};
@@ -151,11 +161,13 @@ std::string time_text(double seconds) {
 }
 
 std::string header(const Report& r) {
+  std::string score;
+  for (const auto& [name, value] : r.score)
+    if (value != 0) score += fmt::format("{} {} ", name, value);
   std::string text = fmt::format(
       "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
       r.shard, r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
-      r.window > 0 ? fmt::format("window {} ", r.window) : "",
-      r.softcap != 0 ? fmt::format("softcap {} ", r.softcap) : "",
+      r.window > 0 ? fmt::format("window {} ", r.window) : "", score,
       r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
       r.qkv_dtype != r.dtype ? fmt::format("q, k, v in {} ", r.qkv_dtype) : "",
       r.fp8_products    ? "products of e4m3 "
@@ -198,33 +210,42 @@ std::string row(const Report& r) {
   return text;
 }
 
+namespace {
+
+ordered_json case_of(const Report& r) {
+  ordered_json made{{"strategy", r.strategy},
+                    {"ranks", r.ranks},
+                    {"kv_len", r.kv},
+                    {"tokens", r.tokens},
+                    {"batch", r.batch},
+                    {"heads", r.heads},
+                    {"kv_heads", r.kv_heads},
+                    {"dim", r.dim},
+                    {"value_dim", r.value_dim},
+                    {"dtype", r.dtype},
+                    {"qkv_dtype", r.qkv_dtype},
+                    {"fp8_products", r.fp8_products},
+                    {"bf16_products", r.bf16_products},
+                    {"causal", r.causal},
+                    {"window", r.window}};
+  for (const auto& [name, value] : r.score) made[name] = value;
+  made["alibi"] = r.alibi;
+  made["shard"] = r.shard;
+  made["shard_queries"] = r.shard_queries;
+  made["invariant"] = r.invariant;
+  made["inputs"] = r.inputs;
+  if (!r.lengths.empty()) made["lengths"] = r.lengths;
+  return made;
+}
+
+}  // namespace
+
 ordered_json to_json(const Report& r) {
   ordered_json json{{"longspan", LONGSPAN_VERSION},
                     {"backend", r.backend},
                     {"world", r.world},
                     {"exchange", r.exchange_by},
-                    {"case",
-                     {{"strategy", r.strategy},
-                      {"ranks", r.ranks},
-                      {"kv_len", r.kv},
-                      {"tokens", r.tokens},
-                      {"batch", r.batch},
-                      {"heads", r.heads},
-                      {"kv_heads", r.kv_heads},
-                      {"dim", r.dim},
-                      {"value_dim", r.value_dim},
-                      {"dtype", r.dtype},
-                      {"qkv_dtype", r.qkv_dtype},
-                      {"fp8_products", r.fp8_products},
-                      {"bf16_products", r.bf16_products},
-                      {"causal", r.causal},
-                      {"window", r.window},
-                      {"softcap", r.softcap},
-                      {"alibi", r.alibi},
-                      {"shard", r.shard},
-                      {"shard_queries", r.shard_queries},
-                      {"invariant", r.invariant},
-                      {"inputs", r.inputs}}},
+                    {"case", case_of(r)},
                     {"constants", to_json(r.machine)},
                     {"workspace_bytes", r.workspace_bytes},
                     {"peer_bytes", r.peer_bytes},
@@ -234,7 +255,6 @@ ordered_json to_json(const Report& r) {
                     {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
                     {"exchange_ms", r.exchange_ms},
                     {"busbw_gbs", r.busbw}};
-  if (!r.lengths.empty()) json["case"]["lengths"] = r.lengths;
   if (r.judgement) json["check"] = to_json(*r.judgement);
   if (r.digest) json["digest"] = fmt::format("{:016x}", *r.digest);
   return json;

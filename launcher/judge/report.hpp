@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "launcher/judge/judge.hpp"
@@ -35,6 +36,8 @@ nlohmann::ordered_json to_json(const Machine& machine);
 std::string size_text(std::size_t bytes);
 std::string ms_text(double ms);
 
+using ScoreNumbers = std::vector<std::pair<std::string, float>>;
+
 struct Report {
   // What ran.
   std::string strategy, backend, world;
@@ -48,7 +51,7 @@ struct Report {
   bool bf16_products = false;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
-  float softcap = 0;
+  ScoreNumbers score;
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
@@ -67,6 +70,9 @@ struct Report {
   std::optional<Judgement> judgement;
   std::optional<std::uint64_t> digest;
 };
+
+/// The plain numbers of a score, with their names: 0 where they are off.
+ScoreNumbers score_numbers(const ScoreOptions& options);
 
 /// Describes the run. Collective.
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,

@@ -5,6 +5,8 @@
 #include <CLI/CLI.hpp>
 #include <limits>
 #include <memory>
+#include <optional>
+#include <type_traits>
 
 #include "launcher/options/help.hpp"
 #include "launcher/options/numbers.hpp"
@@ -119,6 +121,17 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
       ->capture_default_str();
 }
 
+/// Adds a number of the score. Other options have texts of their own.
+template <class T>
+void add_number([[maybe_unused]] CLI::App& app, [[maybe_unused]] const OptionInfo& option,
+                [[maybe_unused]] T& value, [[maybe_unused]] const std::string& group) {
+  constexpr bool kPlain = std::is_same_v<T, float>;
+  if constexpr (kPlain || std::is_same_v<T, std::optional<float>>)
+    app.add_option(option.command, value, option.help)
+        ->check(single_precision(kPlain))
+        ->group(group);
+}
+
 void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   const std::string files = "Inputs from files (.npy; fp32, fp16, or bf16 stored as V2)";
   auto* q = app.add_option("--q", o.q, "Queries [tokens, heads, head_dim]")
@@ -183,13 +196,9 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--right", o.mask.right, "How many keys a row sees after its own position")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
-  app.add_option("--scale", o.scale, "Factor of the scores q.k [1 / sqrt(dim)]")
-      ->check(single_precision(false))
-      ->group(attention);
-  app.add_option("--softcap", o.softcap,
-                 "score = softcap tanh(score / softcap), for a softcap above 0 [none]")
-      ->check(single_precision(true))
-      ->group(attention);
+  visit_score_options(o.score, [&](const OptionInfo& option, auto& value) {
+    if (option.help != nullptr) add_number(app, option, value, attention);
+  });
   app.add_option("--alibi", o.alibi,
                  "ALiBi by the distance from the first query row (context), from the row's own "
                  "(query) or its square root (sqrt), with slopes 2^(-8 (h + 1) / heads)")

@@ -13,6 +13,7 @@
 #include "longspan/communicator.hpp"
 #include "longspan/exchange.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/options.hpp"
 #include "longspan/shard.hpp"
 
 namespace longspan::launcher {
@@ -46,9 +47,8 @@ struct RunOptions {
 
   // The attention.
   Mask mask;
-  std::optional<float> scale;
-  float softcap = 0;
-  std::string alibi;  // the name of an Alibi; empty: none
+  ScoreOptions score;
+  std::string alibi;  // the name of an Alibi; empty: no slopes
   bool fp8_products = false;
   bool bf16_products = false;
 

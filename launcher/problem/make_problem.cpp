@@ -106,15 +106,14 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                                 .fp8_products = o.fp8_products,
                                 .bf16_products = o.bf16_products},
                      .mask = o.mask,
-                     .score = {.scale = o.scale,
-                               .softcap = o.softcap,
-                               .alibi = choice_named<Alibi>(o.alibi).value_or(Alibi::context)},
+                     .score = o.score,
                      .invariant = o.invariant,
                      .strategy = o.strategy,
                      .ranks_per_node = o.ranks_per_node,
                      .exchange = world.exchange,
                      .threads = world.threads,
                      .debug = {.profile = true}};
+  if (const auto alibi = choice_named<Alibi>(o.alibi)) problem.options.score.alibi = *alibi;
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
   return problem;
 }

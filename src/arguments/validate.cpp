@@ -62,9 +62,13 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
   if (score.scale && !std::isfinite(*score.scale))
     refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
                        *score.scale));
-  if (score.softcap < 0) refuse(fmt::format("softcap {} is negative; 0 means none", score.softcap));
-  if (!std::isfinite(score.softcap))
-    refuse(fmt::format("softcap is {}; it is a finite number, 0 for none", score.softcap));
+  visit_score_options(score, [&]<class T>(const OptionInfo& option, const T& number) {
+    if constexpr (std::is_same_v<T, float>) {
+      if (number < 0) refuse(fmt::format("{} {} is negative; 0 means none", option.name, number));
+      if (!std::isfinite(number))
+        refuse(fmt::format("{} is {}; it is a finite number, 0 for none", option.name, number));
+    }
+  });
   if (score.alibi > Alibi::sqrt)
     refuse(fmt::format("alibi of number {} is not one of {}", static_cast<int>(score.alibi),
                        fmt::join(choice_names<Alibi>(), ", ")));

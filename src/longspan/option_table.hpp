@@ -45,8 +45,7 @@ std::vector<std::string> choice_names() {
   return names;
 }
 
-// ---- options
-// -------------------------------------------------------------------------------------
+// ---- options ----------------------------------------------------------------------------------
 
 /// One option of a layer.
 struct OptionInfo {
@@ -55,17 +54,33 @@ struct OptionInfo {
   const char* python;   ///< in longspan.Attention; null: Python has none
   const char* command;  ///< in `longspan run`; null: the command has none
   const char* own;      ///< why ranks may give different values; null: it is compared
+  const char* help;     ///< in the help of `longspan run`; null: the command has its own text
 
   /// "mask.causal".
   std::string member() const { return std::string(group) + name; }
 };
 
+/// Calls visit(OptionInfo, member) for every option of the score. `AnyScore` is ScoreOptions, const
+/// or not. Python takes all of them, and the command every number. A plain number is above 0, and 0
+/// where it is off.
+template <class AnyScore, class Visit>
+constexpr void visit_score_options(AnyScore& s, const Visit& visit) {
+  const auto is = [&](const char* name, const char* python, const char* command, auto& member,
+                      const char* help) {
+    visit(OptionInfo{"score.", name, python, command, nullptr, help}, member);
+  };
+  is("scale", "softmax_scale", "--scale", s.scale, "Factor of the scores q.k [1 / sqrt(dim)]");
+  is("softcap", "softcap", "--softcap", s.softcap,
+     "score = softcap tanh(score / softcap), for a softcap above 0 [none]");
+  is("alibi", "alibi", "--alibi", s.alibi, nullptr);
+}
+
 /// Calls visit(OptionInfo, member) for every option. `AnyOptions` is Options, const or not.
 template <class AnyOptions, class Visit>
-void visit_options(AnyOptions& o, const Visit& visit) {
+constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   const auto is = [&](const char* group, const char* name, const char* python, const char* command,
                       auto& member, const char* own = nullptr) {
-    visit(OptionInfo{group, name, python, command, own}, member);
+    visit(OptionInfo{group, name, python, command, own, nullptr}, member);
   };
   is("", "heads", "heads", "--heads", o.heads);
   is("", "kv_heads", "kv_heads", "--kv-heads", o.kv_heads);
@@ -84,9 +99,7 @@ void visit_options(AnyOptions& o, const Visit& visit) {
   is("mask.", "window", "window_size", "--window", o.mask.window);
   is("mask.", "right", "window_size", "--right", o.mask.right);
 
-  is("score.", "scale", "softmax_scale", "--scale", o.score.scale);
-  is("score.", "softcap", "softcap", "--softcap", o.score.softcap);
-  is("score.", "alibi", "alibi", "--alibi", o.score.alibi);
+  visit_score_options(o.score, visit);
 
   is("limits.", "max_tokens", "max_queries", nullptr, o.limits.max_tokens);
   is("limits.", "max_batch", "max_batch", nullptr, o.limits.max_batch);
@@ -111,8 +124,7 @@ void visit_options(AnyOptions& o, const Visit& visit) {
   is("", "results", "results", nullptr, o.results);
 }
 
-// ---- arguments of a run
-// --------------------------------------------------------------------------
+// ---- arguments of a run -----------------------------------------------------------------------
 
 /// How ranks compare an argument of a run.
 enum class Compared : std::uint8_t {
@@ -133,7 +145,7 @@ struct ArgumentInfo {
 
 /// Calls visit(ArgumentInfo, member) for every argument. `Args` is AttentionArgs, const or not.
 template <class Args, class Visit>
-void visit_arguments(Args& a, const Visit& visit) {
+constexpr void visit_arguments(Args& a, const Visit& visit) {
   using enum Compared;
   const auto is = [&](const char* name, const char* python, Compared compared, auto& member,
                       const char* why = nullptr) {

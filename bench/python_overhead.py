@@ -100,7 +100,7 @@ def measure(kind, backend, machine, results):
         python, cpp = [], []
         for _ in range(101):  # in turn, so that other work of the machine affects both
             python.append(microseconds(call, 100, backend))
-            cpp.append(_core.time_attend(q, k, v, out, 100))
+            cpp.append(_core.time_attend(q=q, k=k, v=v, out=out, repeats=100))
         more = statistics.median(a - b for a, b in zip(python, cpp))
         made.append(records.record("python", {"call": name, "arrays": kind}, "us", round(more, 2),
                                    target=targets[name], less_is_better=True,

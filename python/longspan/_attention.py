@@ -189,21 +189,25 @@ def attend(
     ((5, 8, 64), (5, 8))
     """
     if comm is ALONE:
-        comm, of_parts = None, (None, None, None)
+        comm, whole_keys, whole_queries, message = None, None, None, None
     else:
         if comm is None:
             warn_of_others("attend")
-        of_parts = contradiction(q, k, v, comm=comm, keys=keys, queries=queries, cache_seqlens=cache_seqlens,
-                                 cu_seqlens_q=cu_seqlens_q, block_table=block_table, k_new=k_new, v_new=v_new,
-                                 total_keys=total_keys, total_queries=total_queries)
+        whole_keys, whole_queries, message = contradiction(
+            q, k, v, comm=comm, keys=keys, queries=queries, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
+            block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries)
     if k_new is not None:
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
     return _core.attend(
-        q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
-        k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
-        total_queries, key_table, query_table, False, return_lse, out, lse, stream,
-        *of_parts, comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange, strategy,
-        max_seqlen_q, max_seqlen_k, results, ranks_per_node)
+        q=q, k=k, v=v, out=out, lse=lse, total_keys=total_keys, total_queries=total_queries,
+        cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
+        key_table=key_table, query_table=query_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, sinks=sinks, alibi_slopes=alibi_slopes,
+        qq_bias=qq_bias, documents=documents, skip_decode=False, return_lse=return_lse, stream=stream,
+        whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, comm=comm,
+        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, max_seqlen_k=max_seqlen_k,
+        max_seqlen_q=max_seqlen_q, invariant=invariant, strategy=strategy, ranks_per_node=ranks_per_node,
+        exchange=exchange, keys=keys, queries=queries, results=results)
 
 
 class Attention:
@@ -263,10 +267,13 @@ class Attention:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
         self._layer = _core.layer(
-            comm, heads, kv_heads, head_dim, value_dim, dtype, q_dtype, kv_dtype, out_dtype, causal,
-            softmax_scale, window_size, softcap, alibi, keys, queries, results, max_queries,
-            max_batch, max_seqlen_k, max_total_keys, max_seqlen_q, invariant, strategy, exchange, threads,
-            check_arrays, profile, tf32, fp8_products, bf16_products, ranks_per_node)
+            comm=comm, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+            q_dtype=q_dtype, kv_dtype=kv_dtype, out_dtype=out_dtype, tf32=tf32, fp8_products=fp8_products,
+            bf16_products=bf16_products, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+            softcap=softcap, alibi=alibi, max_queries=max_queries, max_batch=max_batch, max_seqlen_k=max_seqlen_k,
+            max_total_keys=max_total_keys, max_seqlen_q=max_seqlen_q, invariant=invariant,
+            check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
+            exchange=exchange, threads=threads, keys=keys, queries=queries, results=results)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -282,15 +289,19 @@ class Attention:
                  stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
         `skip_decode`: sequences of one query are skipped, their rows left as they are."""
-        of_parts = contradiction(q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens,
-                                 cu_seqlens_q=cu_seqlens_q, block_table=block_table, k_new=k_new, v_new=v_new,
-                                 total_keys=total_keys, total_queries=total_queries, **self._dealt_out)
+        whole_keys, whole_queries, message = contradiction(
+            q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
+            block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries,
+            **self._dealt_out)
         if k_new is not None:
             cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
-        return self._layer.run(
-            q, k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale,
-            k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, total_keys,
-            total_queries, key_table, query_table, skip_decode, return_lse, out, lse, stream, *of_parts)
+        return _core.run_layer(
+            layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, total_keys=total_keys, total_queries=total_queries,
+            cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
+            key_table=key_table, query_table=query_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, sinks=sinks, alibi_slopes=alibi_slopes,
+            qq_bias=qq_bias, documents=documents, skip_decode=skip_decode, return_lse=return_lse, stream=stream,
+            whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -311,12 +322,13 @@ class Attention:
                                    v_new=v_new, keys=self._dealt_out["keys"], queries=None)
         refuse(message)
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
-        self._layer.append(k_new, v_new, k, v, cu_seqlens_q, cache_seqlens, block_table, total_keys,
-                           key_table, k_descale, v_descale, stream)
+        self._layer.append(k_new=k_new, v_new=v_new, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens,
+                           block_table=block_table, total_keys=total_keys, key_table=key_table, k_descale=k_descale,
+                           v_descale=v_descale, stream=stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Waits for the stream, at most until the deadline, and raises what went wrong."""
-        self._layer.wait(stream)
+        self._layer.wait(stream=stream)
 
     def shard(self, length: int) -> "_core.Shard":
         """What this rank holds of a sequence of `length` keys."""

@@ -54,7 +54,7 @@ def alone(device: Device = "cpu", *, gpu: int | None = None) -> Communicator:
     >>> comm.rank, comm.size, comm.device
     (0, 1, 'cpu')
     """
-    return _core.alone(device, gpu)
+    return _core.alone(device=device, gpu=gpu)
 
 
 def from_environment(device: Device = "cpu", *, gpu: int | None = None,
@@ -80,7 +80,7 @@ def from_environment(device: Device = "cpu", *, gpu: int | None = None,
     >>> longspan.from_environment().size      # no launcher here
     1
     """
-    return _core.from_environment(device, gpu, deadline)
+    return _core.from_environment(device=device, gpu=gpu, deadline=deadline)
 
 
 def from_mpi4py(comm: Any, device: Device = "cpu", *, gpu: int | None = None,
@@ -96,7 +96,7 @@ def from_mpi4py(comm: Any, device: Device = "cpu", *, gpu: int | None = None,
         UsageError: mpi4py runs on another MPI library than longspan.
         UnsupportedError: longspan was built without MPI.
     """
-    return _core.from_mpi4py(comm, device, gpu, deadline)
+    return _core.from_mpi4py(comm=comm, device=device, gpu=gpu, deadline=deadline)
 
 
 def from_exchange(rank: int, size: int, exchange: Callable[[bytes], Sequence[bytes]],
@@ -121,4 +121,4 @@ def from_exchange(rank: int, size: int, exchange: Callable[[bytes], Sequence[byt
     >>> longspan.from_exchange(0, 1, lambda mine: [mine]).size
     1
     """
-    return _core.from_exchange(rank, size, exchange, device, gpu, deadline)
+    return _core.from_exchange(rank=rank, size=size, exchange=exchange, device=device, gpu=gpu, deadline=deadline)

@@ -63,9 +63,12 @@ class Reshard:
             warn_of_others("Reshard")
         self._keys, self._ranks = keys, ranks
         self._total = lengths[0] if isinstance(lengths, (list, tuple)) and len(lengths) == 1 else None
-        self._move = _core.move(comm, lengths, kv_heads, head_dim, value_dim, dtype, keys,
-                                *_first_and_count(ranks, "ranks"), key_table, to_keys,
-                                *_first_and_count(to_ranks, "to_ranks"), to_key_table, threads)
+        first_rank, rank_count = _first_and_count(ranks, "ranks")
+        to_first_rank, to_rank_count = _first_and_count(to_ranks, "to_ranks")
+        self._move = _core.move(
+            comm=comm, lengths=lengths, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+            keys=keys, first_rank=first_rank, rank_count=rank_count, key_table=key_table, to_keys=to_keys,
+            to_first_rank=to_first_rank, to_rank_count=to_rank_count, to_key_table=to_key_table, threads=threads)
 
     def __call__(self, k: Array | None = None, v: Array | None = None, to_k: Array | None = None,
                  to_v: Array | None = None, *, block_table: Array | None = None,
@@ -89,12 +92,13 @@ class Reshard:
             held = range(world.size) if self._ranks is None else self._ranks
             refuse(contradiction(None, k, v, comm=Place(world.rank - held.start, len(held)), keys=self._keys,
                                  queries=None, block_table=block_table, total_keys=self._total)[2])
-        self._move.run(k, v, block_table, to_k, to_v, to_block_table, stream)
+        self._move.run(k=k, v=v, block_table=block_table, to_k=to_k, to_v=to_v, to_block_table=to_block_table,
+                       stream=stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Waits for the stream, at most until the deadline, and raises what went wrong. None is the
         stream of the last run."""
-        self._move.wait(stream)
+        self._move.wait(stream=stream)
 
     @property
     def comm(self) -> Communicator:

@@ -78,9 +78,11 @@ def merge_attn_states(prefix_output: OfKind, prefix_lse: Array, suffix_output: A
     >>> bool((out == b).all())
     True
     """
-    return _core.merge_attn_states(prefix_output, prefix_lse, suffix_output, suffix_lse, base, True,
-                                   out, lse, prefill_tokens_with_context, out_scale, prefix_scale,
-                                   suffix_scale, nan_is_empty, stream)
+    return _core.merge_attn_states(
+        prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output, suffix_lse=suffix_lse,
+        base=base, heads_first=True, out=out, lse=lse, prefill_tokens_with_context=prefill_tokens_with_context,
+        out_scale=out_scale, prefix_scale=prefix_scale, suffix_scale=suffix_scale, nan_is_empty=nan_is_empty,
+        stream=stream)
 
 
 def merge_state(v_a: OfKind, s_a: Array, v_b: Array, s_b: Array, *, base: Base,
@@ -97,7 +99,8 @@ def merge_state(v_a: OfKind, s_a: Array, v_b: Array, s_b: Array, *, base: Base,
     >>> float(out[0, 0, 0]), float(lse[0, 0])
     (2.0, 1.0)
     """
-    return _core.merge_state(v_a, s_a, v_b, s_b, base, nan_is_empty, out, lse, stream)
+    return _core.merge_state(v_a=v_a, s_a=s_a, v_b=v_b, s_b=s_b, base=base, nan_is_empty=nan_is_empty, out=out,
+                             lse=lse, stream=stream)
 
 
 def merge_states(v: OfKind, s: Array, *, base: Base, out_scale: Numbers | None = None,
@@ -121,7 +124,8 @@ def merge_states(v: OfKind, s: Array, *, base: Base, out_scale: Numbers | None =
     >>> out.shape, bool(np.allclose(lse, np.log(5)))
     ((3, 4, 16), True)
     """
-    return _core.merge_states(v, s, base, out, lse, out_scale, part_scales, nan_is_empty, stream)
+    return _core.merge_states(v=v, s=s, base=base, out=out, lse=lse, out_scale=out_scale, part_scales=part_scales,
+                              nan_is_empty=nan_is_empty, stream=stream)
 
 
 def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
@@ -160,8 +164,9 @@ def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
     >>> bool((out == part).all())
     True
     """
-    return _core.cross_rank_merge(comm, part, part_lse, base, scatter_heads, nan_is_empty, part_scale,
-                                  out_scale, out, lse, stream)
+    return _core.cross_rank_merge(
+        comm=comm, part=part, part_lse=part_lse, base=base, scatter_heads=scatter_heads, nan_is_empty=nan_is_empty,
+        part_scale=part_scale, out_scale=out_scale, out=out, lse=lse, stream=stream)
 
 
 def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: Array,
@@ -205,10 +210,12 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
     True
     """
     made = _core.segmented_attention(
-        q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
-        window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
-        out_scale, max_seqlen_q, max_seqlen_k, return_lse, out, lse, stream, segments, segment_keys,
-        tile, skip_decode)
+        q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table, cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q, alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=qq_bias, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal,
+        window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, segments=segments,
+        segment_keys=segment_keys, tile=tile, skip_decode=skip_decode)
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 
@@ -218,8 +225,13 @@ def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: DType 
                     stream: Stream | None = None) -> Any:
     """Results from the states of segmented_attention. `dtype` is that of a new `out`; others as in
     segmented_attention. Segments past the end of a sequence are never read."""
-    return _core.reduce_segments(*segments, cache_seqlens, cu_seqlens_q, dtype, out_scale, return_lse,
-                                 out, lse, stream)
+    if not isinstance(segments, tuple) or len(segments) != len(Segments._fields):
+        raise TypeError(f"segments is of type '{type(segments).__name__}'; a Segments is wanted")
+    output, most, expsum, keys, tile = segments
+    return _core.reduce_segments(
+        output=output, max=most, expsum=expsum, keys=keys, tile=tile, cache_seqlens=cache_seqlens,
+        cu_seqlens_q=cu_seqlens_q, dtype=dtype, out_scale=out_scale, return_lse=return_lse, out=out, lse=lse,
+        stream=stream)
 
 
 def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array,
@@ -253,10 +265,13 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
     (7, 2, 64)
     """
     return _core.context_attention(
-        q, k_cache, v_cache, block_table, _after_append(cache_seqlens, q, cu_seqlens_q, "q"),
-        cu_seqlens_q, causal, softmax_scale, window_size, softcap, alibi_slopes, alibi, sinks,
-        qq_bias, q_descale, k_descale, v_descale, out_scale, max_seqlen_q, max_seqlen_k, return_lse,
-        out, lse, stream, k, v, skip_decode, out_scale_inv)
+        q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
+        cache_seqlens=_after_append(cache_seqlens, q, cu_seqlens_q, "q"), cu_seqlens_q=cu_seqlens_q,
+        alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=qq_bias, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal, window_size=window_size,
+        softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, k=k, v=v, skip_decode=skip_decode,
+        out_scale_inv=out_scale_inv)
 
 
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
@@ -277,4 +292,5 @@ def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_ma
     >>> float(k_cache[1, 1].sum()), float(k_cache.sum())
     (128.0, 128.0)
     """
-    _core.append_kv(k, v, k_cache, v_cache, slot_mapping, k_descale, v_descale, stream)
+    _core.append_kv(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_descale=k_descale,
+                    v_descale=v_descale, stream=stream)

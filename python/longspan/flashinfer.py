@@ -57,8 +57,10 @@ def merge_state(v_a: Array, s_a: Array, v_b: Array, s_b: Array) -> tuple[Array, 
     _check_state(v_a, s_a, "v_a", "s_a")
     _check_state(v_b, s_b, "v_b", "s_b")
     try:
-        return _core.merge_attn_states(v_a, wide_lse(s_a), v_b, wide_lse(s_b), 2, False, None, None, None, None, None, None,
-                                       False, None)
+        return _core.merge_attn_states(
+            prefix_output=v_a, prefix_lse=wide_lse(s_a), suffix_output=v_b, suffix_lse=wide_lse(s_b), base=2,
+            heads_first=False, out=None, lse=None, prefill_tokens_with_context=None, out_scale=None,
+            prefix_scale=None, suffix_scale=None, nan_is_empty=False, stream=None)
     except TRANSLATED as error:
         raise in_their_words(error, _TWO) from None
 
@@ -92,10 +94,11 @@ def merge_state_in_place(v: Array, s: Array, v_other: Array, s_other: Array,
                 raise InputError(f"{name} is read-only, and the call writes to it")
     own_s = narrow_lse("s", s)
     try:
-        out, lse = _core.merge_attn_states(v, own_s, v_other, wide_lse(s_other), 2, False,
-                                           None if mask is not None else v,
-                                           None if mask is not None else own_s, None, None, None, None,
-                                           False, None)
+        out, lse = _core.merge_attn_states(
+            prefix_output=v, prefix_lse=own_s, suffix_output=v_other, suffix_lse=wide_lse(s_other), base=2,
+            heads_first=False, out=None if mask is not None else v, lse=None if mask is not None else own_s,
+            prefill_tokens_with_context=None, out_scale=None, prefix_scale=None, suffix_scale=None,
+            nan_is_empty=False, stream=None)
     except TRANSLATED as error:
         raise in_their_words(error, _IN_PLACE) from None
     if mask is None:
@@ -130,7 +133,8 @@ def merge_states(v: Array, s: Array) -> tuple[Array, Array]:
     check_shape("v", v, (None,) * 4, "[tokens, parts, heads, head_dim]")
     check_shape("s", s, tuple(v.shape[:3]), "[tokens, parts, heads]")
     try:
-        return _core.merge_states(v, wide_lse(s), 2, None, None, None, None, False, None)
+        return _core.merge_states(v=v, s=wide_lse(s), base=2, out=None, lse=None, out_scale=None, part_scales=None,
+                                  nan_is_empty=False, stream=None)
     except TRANSLATED as error:
         raise in_their_words(error, {"parts": "v", "lses": "s"}) from None
 

@@ -44,9 +44,11 @@ def merge_state(prefix_output: Array, prefix_lse: Array, suffix_output: Array, s
         check_shape("output_lse", output_lse, tuple(prefix_output.shape[:2]), "[tokens, heads]")
     to_lse = narrow_lse("output_lse", output_lse)
     try:
-        out, lse = _core.merge_attn_states(prefix_output, wide_lse(prefix_lse), suffix_output,
-                                           wide_lse(suffix_lse), "e", False, output, to_lse, None, None, None,
-                                           None, False, None)
+        out, lse = _core.merge_attn_states(
+            prefix_output=prefix_output, prefix_lse=wide_lse(prefix_lse), suffix_output=suffix_output,
+            suffix_lse=wide_lse(suffix_lse), base="e", heads_first=False, out=output, lse=to_lse,
+            prefill_tokens_with_context=None, out_scale=None, prefix_scale=None, suffix_scale=None,
+            nan_is_empty=False, stream=None)
     except TRANSLATED as error:
         names = {"out": "output", "lse": "output_lse", "out_lse": "output_lse",
                  "prefix_out": "prefix_output", "suffix_out": "suffix_output"}

@@ -68,9 +68,11 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
     check_shape("suffix_lse", suffix_lse, tuple(output.shape[1::-1]), "[heads, tokens]")
     to_lse = narrow_lse("output_lse", output_lse)
     try:
-        _core.merge_attn_states(prefix_output, wide_lse(prefix_lse), suffix_output, wide_lse(suffix_lse), "e",
-                                True, output, to_lse, prefill_tokens_with_context, output_scale, None, None,
-                                False, None)
+        _core.merge_attn_states(
+            prefix_output=prefix_output, prefix_lse=wide_lse(prefix_lse), suffix_output=suffix_output,
+            suffix_lse=wide_lse(suffix_lse), base="e", heads_first=True, out=output, lse=to_lse,
+            prefill_tokens_with_context=prefill_tokens_with_context, out_scale=output_scale, prefix_scale=None,
+            suffix_scale=None, nan_is_empty=False, stream=None)
     except TRANSLATED as error:
         raise in_their_words(error, _OUTPUT) from None
     if to_lse is not output_lse:
@@ -222,10 +224,13 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
     if causal is not True:
         causal, window_size = _flags(causal), _window(window_size, causal)
     try:
-        _core.segmented_attention(q, k, v, block_table, seqused_k, cu_seqlens_q, causal, softmax_scale,
-                                  window_size, softcap, alibi_slopes, "context", sinks, qq_bias,
-                                  q_descale, k_descale, v_descale, output_scale, max_seqlen_q,
-                                  max_seqlen_k, False, out, None, None, None, 0, 16, False)
+        _core.segmented_attention(
+            q=q, k_cache=k, v_cache=v, block_table=block_table, cache_seqlens=seqused_k, cu_seqlens_q=cu_seqlens_q,
+            alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=qq_bias, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, out_scale=output_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            return_lse=False, out=out, lse=None, stream=None, causal=causal, window_size=window_size,
+            softmax_scale=softmax_scale, softcap=softcap, alibi="context", segments=None, segment_keys=0, tile=16,
+            skip_decode=False)
     except TRANSLATED as error:
         raise in_their_words(error, _UNIFIED) from None
 
@@ -340,14 +345,16 @@ def context_attention_fwd(q: Array, k: Array | None, v: Array | None, o: Array, 
                                        or not hasattr(sliding_window, "__index__")):
         raise TypeError(f"sliding_window is of type '{type(sliding_window).__name__}'; an int is wanted")
     left = -1 if sliding_window is None or sliding_window <= 0 else int(sliding_window) - 1
-    paged = (q, k_cache, v_cache, b_loc, b_seq_len, b_start_loc, causal, sm_scale, (left, -1), 0.0,
-             alibi_slopes, "query", sinks, None, None, k_scale, v_scale, fp8_out_scale, max_input_len, None,
-             False, o, None, None)
+    paged = dict(q=q, k_cache=k_cache, v_cache=v_cache, block_table=b_loc, cache_seqlens=b_seq_len,
+                 cu_seqlens_q=b_start_loc, alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=None, q_descale=None,
+                 k_descale=k_scale, v_descale=v_scale, out_scale=fp8_out_scale, max_seqlen_q=max_input_len,
+                 max_seqlen_k=None, return_lse=False, out=o, lse=None, stream=None, causal=causal,
+                 window_size=(left, -1), softmax_scale=sm_scale, softcap=0.0, alibi="query", skip_decode=skip_decode)
     try:
         if k is None:
-            _core.segmented_attention(*paged, None, 0, 16, skip_decode)
+            _core.segmented_attention(**paged, segments=None, segment_keys=0, tile=16)
         else:
-            _core.context_attention(*paged, k, v, skip_decode, None)
+            _core.context_attention(**paged, k=k, v=v, out_scale_inv=None)
     except TRANSLATED as error:
         raise in_their_words(error, _CONTEXT) from None
 
@@ -412,8 +419,10 @@ def _merge_across(cp_attn_out, cp_attn_lse, cp_group, return_lse, is_lse_base_on
     part_lse = _without_empty_shards(wide_lse(cp_attn_lse), seq_lens, query_start_loc)
     comm = _communicator(cp_group, cp_attn_out)
     try:
-        out, lse = _core.cross_rank_merge(comm, cp_attn_out, part_lse, "e" if is_lse_base_on_e else 2, scatter,
-                                          True, None, None, None, None, None)
+        out, lse = _core.cross_rank_merge(
+            comm=comm, part=cp_attn_out, part_lse=part_lse, base="e" if is_lse_base_on_e else 2,
+            scatter_heads=scatter, nan_is_empty=True, part_scale=None, out_scale=None, out=None, lse=None,
+            stream=None)
     except TRANSLATED as error:
         raise in_their_words(error, {"part": "cp_attn_out", "part_lse": "cp_attn_lse"}) from None
     return (out, lse) if return_lse else out

@@ -20,6 +20,7 @@
 
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"
+#include "python/src/arguments.hpp"
 #include "python/src/dlpack.hpp"
 
 namespace longspan::python {
@@ -51,6 +52,16 @@ class Array {
   Array(nb::handle object, const char* name, DType dtype, Stream stream = {});
   /// The same without lists of numbers: block tables.
   static Array table(nb::handle object, const char* name, Stream stream);
+  /// The same for an argument that has its name in its type.
+  template <Literal kLiteral>
+  explicit Array(Argument<kLiteral> given) : Array(given, given.kName) {}
+  template <Literal kLiteral>
+  Array(Argument<kLiteral> given, DType dtype, Stream stream = {})
+      : Array(given, given.kName, dtype, stream) {}
+  template <Literal kLiteral>
+  static Array table(Argument<kLiteral> given, Stream stream) {
+    return table(given, given.kName, stream);
+  }
   ~Array();
   Array(Array&& other) noexcept;
   Array& operator=(Array&&) = delete;

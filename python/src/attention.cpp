@@ -14,20 +14,30 @@
 #include "python/src/dtypes.hpp"
 #include "python/src/errors.hpp"
 #include "python/src/lengths.hpp"
-#include "python/src/words.hpp"
+#include "python/src/options.hpp"
 
 namespace longspan::python {
 namespace {
 
-/// Arguments of attend() besides those of a run.
-struct Asked {
-  nb::handle comm, softmax_scale, window_size, softcap, keys, queries, invariant, exchange,
-      strategy, max_seqlen_q, max_seqlen_k, results, ranks_per_node;
-};
-constexpr std::size_t kAsked = sizeof(Asked) / sizeof(nb::handle);
+/// Options that attend() finds by itself: from its arrays, or as flash-attention has them. Others
+/// keep their defaults.
+constexpr NameList kFound{
+    "heads",       "kv_heads",  "head_dim",       "value_dim",    "dtype",         "q_dtype",
+    "kv_dtype",    "out_dtype", "tf32",           "fp8_products", "bf16_products", "alibi",
+    "max_queries", "max_batch", "max_total_keys", "threads",      "check_arrays",  "profile"};
+
+constexpr NameList kAttend = [] {
+  NameList names = kRun;
+  names.add("comm");
+  add_options(names, [](const OptionInfo& option) { return !kFound.has(option.python); });
+  return names;
+}();
+
+/// Those among its arguments that also have other values than the option: flags of sequences, None.
+constexpr NameList kOtherValues{"causal", "max_seqlen_q", "max_seqlen_k"};
 
 /// Options of attend() that need no other rank.
-Options options_of(const Call& call, const Given& given, const Asked& asked) {
+Options options_of(const Call& call, const Arguments<kAttend>& given) {
   Options o;
   o.heads = small(call.heads(), "the number of heads of q");
   o.kv_heads = small(call.kv_heads(), "the number of heads of k");
@@ -47,19 +57,11 @@ Options options_of(const Call& call, const Given& given, const Asked& asked) {
   o.dtypes.query = q.dtype;
   o.dtypes.kv = k.dtype;
   o.dtypes.out = call.given_out ? call.given_out.tensor().dtype : o.dtypes.compute;
-  const bool by_sequence = !PyBool_Check(given.causal.ptr());
-  o.mask = mask_of(by_sequence ? nb::handle(Py_False) : given.causal, asked.window_size);
-  o.score =
-      score_of(asked.softmax_scale, asked.softcap, Alibi::query);  // as flash-attention has it
-  o.keys = sharding_of(asked.keys, "keys");
-  o.queries = maybe_sharding(asked.queries, "queries");
-  o.results = results_of(asked.results);
-  o.invariant = flag(asked.invariant, "invariant");
-  o.exchange = exchange_of(asked.exchange);
-  o.strategy = text(asked.strategy, "strategy");
-  o.ranks_per_node = small(integer(asked.ranks_per_node, "ranks_per_node"), "ranks_per_node");
-  o.limits.max_kv_len = std::max<std::int64_t>(0, count_of(asked.max_seqlen_k, "max_seqlen_k"));
-  o.limits.max_query_len = std::max<std::int64_t>(0, count_of(asked.max_seqlen_q, "max_seqlen_q"));
+  o.mask.causal = given.get<"causal">().ptr() == Py_True;
+  o.score.alibi = Alibi::query;  // as flash-attention has it
+  take_options<kOtherValues>(o, given);
+  o.limits.max_kv_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_k">()));
+  o.limits.max_query_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_q">()));
   const Tensor& lengths = call.cache_seqlens.tensor();
   o.limits.max_batch =
       small(lengths.dims == 1 && lengths.shape[0] > 0 ? lengths.shape[0] : call.batch(),
@@ -117,15 +119,13 @@ void set_tables(AttentionArgs& run, const Options& o, const Call& call, const To
                             o.limits.max_tokens));
 }
 
-nb::object attend(nb::args args) {
-  if (args.size() != kGiven + kAsked) throw nb::type_error("attend: see longspan.attend");
-  const auto given = unpack<Given>(args, 0);
-  const auto asked = unpack<Asked>(args, kGiven);
+nb::object attend(const Arguments<kAttend>& given) {
   Call call(given);
-  const nb::object held = comm_or_default(asked.comm, call.q.tensor().device, call.q.gpu());
+  const nb::object held =
+      comm_or_default(given.get<"comm">(), call.q.tensor().device, call.q.gpu());
   Comm& comm = comm_of(held);
   call.check_gpu(comm.world().gpu());
-  Options options = options_of(call, given, asked);
+  Options options = options_of(call, given);
   call.make_readable(options.queries.has_value());
   call.make_results(options, comm.world());
   AttentionArgs run = call.args();
@@ -154,8 +154,9 @@ nb::object attend(nb::args args) {
 
 /// For bench/python_overhead.py: microseconds of a run in C++, with arrays read and the layer made.
 /// On a GPU it is the time of queueing.
-double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb::handle repeats) {
-  const Array a(q, "q"), b(k, "k"), c(v, "v"), o(out, "out");
+double time_attend(Argument<"q"> q, Argument<"k"> k, Argument<"v"> v, Argument<"out"> out,
+                   Argument<"repeats"> repeats) {
+  const Array a(q), b(k), c(v), o(out);
   const AttentionArgs args{.q = a.required().tensor(),
                            .k = b.required().tensor(),
                            .v = c.required().tensor(),
@@ -167,7 +168,7 @@ double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb:
                                                  .dtypes = {.compute = args.q.dtype},
                                                  .mask = {.causal = true},
                                                  .limits = {.max_tokens = args.q.shape[0]}});
-  const std::int64_t count = integer(repeats, "repeats");
+  const std::int64_t count = integer(repeats);
   const nb::gil_scoped_release released;
   const auto begin = std::chrono::steady_clock::now();
   for (std::int64_t i = 0; i < count; ++i) layer.run(args);
@@ -179,8 +180,8 @@ double time_attend(nb::handle q, nb::handle k, nb::handle v, nb::handle out, nb:
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  def_by_position(m, "attend", &attend, Function::attend);
-  def_by_position(m, "time_attend", &time_attend);
+  ManyArguments<&attend, kAttend, Function::attend>::define(m, "attend");
+  def_by_name(m, "time_attend", &time_attend);
 }
 
 }  // namespace longspan::python

@@ -1,46 +1,33 @@
-// One run, of attend() or of a layer, as Python gives it: its arrays, which the Python functions
-// pass by position in the order of `Given`, its lengths, and the places of its results.
+// One run, of attend() or of a layer, as Python gives it: its arrays, its lengths, and the places
+// of its results.
 //
 // Arrays of four dimensions are flash-attention's, [batch, tokens, heads, head_dim]; the library
 // has them with tokens and heads exchanged.
 #pragma once
 
-#include <array>
-#include <bit>
 #include <cstdint>
 #include <list>
 #include <string>
 
 #include "longspan/attention.hpp"
+#include "python/src/arguments.hpp"
 #include "python/src/arrays.hpp"
-#include "python/src/words.hpp"
+#include "python/src/options.hpp"
 
 namespace longspan::python {
 
-/// The arguments of a run.
-struct Given {
-  nb::handle q, k, v;
-  nb::handle causal;  // a bool in attend(), flags of sequences or None in a layer
-  nb::handle cu_seqlens_q, cache_seqlens, block_table;
-  nb::handle k_new, v_new;
-  nb::handle q_descale, k_descale, v_descale, out_scale;
-  nb::handle alibi_slopes, sinks, qq_bias, documents;
-  nb::handle total_keys, total_queries, key_table, query_table;
-  nb::handle skip_decode, return_lse, out, lse, stream;
+/// The arguments of a run: those of the table, and of Python alone. `causal` is a bool in attend(),
+/// flags of sequences or None in a layer.
+inline constexpr NameList kRun = [] {
+  NameList names;
+  add_run_arguments(names);
   // What shard() remembers of k and q (python/longspan/_shards.py): tokens of the arrays that they
   // were cut from, or None; and what contradicts the call, or None.
-  nb::handle whole_keys, whole_queries, contradiction;
-};
-inline constexpr std::size_t kGiven = sizeof(Given) / sizeof(nb::handle);
-
-/// `Fields`, a struct of handles, from the arguments that begin with `first`.
-template <class Fields>
-Fields unpack(const nb::args& args, std::size_t first) {
-  constexpr std::size_t count = sizeof(Fields) / sizeof(nb::handle);
-  std::array<nb::handle, count> handles;
-  for (std::size_t i = 0; i < count; ++i) handles[i] = args[first + i];
-  return std::bit_cast<Fields>(handles);
-}
+  for (const char* const name :
+       {"return_lse", "stream", "whole_keys", "whole_queries", "contradiction"})
+    names.add(name);
+  return names;
+}();
 
 /// "[2, 3]".
 std::string shape_text(const Tensor& t);
@@ -68,6 +55,10 @@ class DenseCopies {
 
 /// A count of rows or keys, -1 for None. Throws InputError for an invalid count.
 std::int64_t count_of(nb::handle given, const char* name);
+template <Literal kLiteral>
+std::int64_t count_of(Argument<kLiteral> given) {
+  return count_of(given, given.kName);
+}
 
 /// [batch, tokens, kv_heads, dim] as [batch tokens, kv_heads, dim]; anything else as it is. Throws
 /// InputError where the sequences do not follow each other in memory.
@@ -76,7 +67,7 @@ Tensor flat(Tensor t, const char* name);
 /// The arrays of one run, and the places of its results.
 struct Call {
   /// TypeError for an object that is not an array, InputError where extents do not fit each other.
-  explicit Call(const Given& g);
+  explicit Call(const Arguments<kRun>& given);
 
   bool batched() const { return q.tensor().dims == 4; }
   std::int64_t batch() const { return batched() ? q.tensor().shape[0] : 1; }

@@ -71,22 +71,24 @@ nb::object made(Make&& make) {
                   nb::rv_policy::take_ownership);
 }
 
-nb::object alone_with(nb::handle device, nb::handle gpu) {
+nb::object alone_with(Argument<"device"> device, Argument<"gpu"> gpu) {
   const CommOptions options = options_of(device, gpu, nb::none());
   return made([&] { return self(options.device, options.gpu); });
 }
 
-nb::object environment_with(nb::handle device, nb::handle gpu, nb::handle deadline) {
+nb::object environment_with(Argument<"device"> device, Argument<"gpu"> gpu,
+                            Argument<"deadline"> deadline) {
   const CommOptions options = options_of(device, gpu, deadline);
   return made([&] { return from_environment(options); });
 }
 
 /// `exchange`: bytes -> list of bytes, every rank's in rank order. Its own exceptions pass.
-nb::object exchange_with(nb::handle rank, nb::handle size, nb::handle exchange, nb::handle device,
-                         nb::handle gpu, nb::handle deadline) {
+nb::object exchange_with(Argument<"rank"> rank, Argument<"size"> size,
+                         Argument<"exchange"> exchange, Argument<"device"> device,
+                         Argument<"gpu"> gpu, Argument<"deadline"> deadline) {
   const CommOptions options = options_of(device, gpu, deadline);
   constexpr std::int64_t kMost = 1 << 20;
-  const std::int64_t ranks = integer(size, "size"), own = integer(rank, "rank");
+  const std::int64_t ranks = integer(size), own = integer(rank);
   if (ranks < 1 || ranks > kMost)
     throw InputError("size is " + std::to_string(ranks) + "; there are 1 to 2^20 ranks");
   if (own < 0 || own >= ranks)
@@ -137,7 +139,8 @@ void check_same_mpi(nb::handle mpi) {
 }
 #endif
 
-nb::object mpi4py_with(nb::handle comm, nb::handle device, nb::handle gpu, nb::handle deadline) {
+nb::object mpi4py_with(Argument<"comm"> comm, Argument<"device"> device, Argument<"gpu"> gpu,
+                       Argument<"deadline"> deadline) {
   const CommOptions options = options_of(device, gpu, deadline);
   const nb::object modules = nb::borrow(PyImport_GetModuleDict());
   const nb::object mpi = nb::object(modules.attr("get")("mpi4py.MPI"));
@@ -318,10 +321,10 @@ void bind_communicators(nb::module_& m) {
           "How many layers attend() keeps for it.")
       .def("__repr__", &repr);
 
-  def_by_position(m, "alone", &alone_with);
-  def_by_position(m, "from_environment", &environment_with);
-  def_by_position(m, "from_exchange", &exchange_with);
-  def_by_position(m, "from_mpi4py", &mpi4py_with);
+  def_by_name(m, "alone", &alone_with);
+  def_by_name(m, "from_environment", &environment_with);
+  def_by_name(m, "from_exchange", &exchange_with);
+  def_by_name(m, "from_mpi4py", &mpi4py_with);
   m.def("launched_rank", &launched_rank);
   m.def("close_all", [] {
     defaults().clear();

@@ -41,38 +41,4 @@ auto in_words_of(Function function, const Call& call) {
   throw nb::python_error();
 }
 
-/// A function or a method that takes all arguments by position, and None for any of them.
-template <class Scope, class Result, class... Args>
-void def_by_position(Scope& scope, const char* name, Result (*function)(Args...),
-                     Function words = Function::any) {
-  scope.def(
-      name,
-      [=](Args... args) -> Result { return in_words_of(words, [&] { return function(args...); }); },
-      (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
-}
-template <class Scope, class Result, class Class, class... Args>
-void def_by_position(Scope& scope, const char* name, Result (Class::*function)(Args...),
-                     Function words = Function::any) {
-  scope.def(
-      name,
-      [=](Class& self, Args... args) -> Result {
-        return in_words_of(words, [&] { return (self.*function)(args...); });
-      },
-      (static_cast<void>(sizeof(Args*)), nb::arg().none())...);
-}
-/// The same for those that take their arguments as one tuple.
-template <class Scope>
-void def_by_position(Scope& scope, const char* name, nb::object (*function)(nb::args),
-                     Function words) {
-  scope.def(name,
-            [=](nb::args args) { return in_words_of(words, [&] { return function(args); }); });
-}
-template <class Scope, class Class>
-void def_by_position(Scope& scope, const char* name, nb::object (Class::*function)(nb::args),
-                     Function words) {
-  scope.def(name, [=](Class& self, nb::args args) {
-    return in_words_of(words, [&] { return (self.*function)(args); });
-  });
-}
-
 }  // namespace longspan::python

@@ -1,4 +1,4 @@
-// The extension module longspan._core: thin functions that take every argument by position. The
+// The extension module longspan._core: thin functions that take every argument by name. The
 // public functions, with names, defaults and documentation, are in python/longspan/*.py.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

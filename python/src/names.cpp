@@ -1,11 +1,17 @@
-// The one table of names. An entry is a whole word of a message, which may have dots
-// ("dtypes.out"). A name that is also an English word is marked. It counts as a name only where a
-// message is about the argument: at its start, where it differs between ranks, or where another
-// argument overlaps it.
+// The names in messages that differ in Python. Those of options and arguments come from their
+// tables (longspan/option_table.hpp); here are others, and special cases. An entry is a whole word
+// of a message, which may have dots ("dtypes.out"). A name that is also an English word is marked.
+// It counts as a name only where a message is about the argument: at its start, where it differs
+// between ranks, or where another argument overlaps it.
 #include "python/src/names.hpp"
 
+#include <algorithm>
 #include <cctype>
+#include <iterator>
 #include <string_view>
+#include <vector>
+
+#include "longspan/option_table.hpp"
 
 namespace longspan::python {
 namespace {
@@ -66,21 +72,9 @@ constexpr Name kNames[] = {
     {reshard, "to has", "to_keys has", kSubject},
     {reshard, "to is on", "to_ranks: the cache is on", kSubject},
     {reshard, "from first_rank on", "the first on"},
-    {any, "kv_len", "cache_seqlens"},
-    {any, "query_start", "cu_seqlens_q"},
-    {any, "new_k", "k_new"},
-    {any, "new_v", "v_new"},
-    {any, "q_scale", "q_descale"},
-    {any, "k_scale", "k_descale"},
-    {any, "v_scale", "v_descale"},
     {any, "scale", "softmax_scale", kSubject},
     {any, "window", "window_size (left + 1)", kSubject},
     {any, "right", "window_size (right)", kSubject},
-    {any, "slopes", "alibi_slopes"},
-    {any, "total_tokens", "total_queries"},
-    {any, "max_tokens", "max_queries"},
-    {any, "max_kv_len", "max_seqlen_k"},
-    {any, "max_query_len", "max_seqlen_q"},
     {any, "prefix_out", "prefix_output"},
     {any, "suffix_out", "suffix_output"},
     {any, "out_lse", "lse"},
@@ -103,6 +97,24 @@ constexpr Name kNames[] = {
     {any, "device host", "device 'cpu'"},
 #endif
 };
+
+/// kNames, and the names that the tables of options and arguments have in Python.
+const std::vector<Name>& all_names() {
+  static const std::vector<Name> names = [] {
+    std::vector<Name> all(std::begin(kNames), std::end(kNames));
+    const auto add = [&](std::string_view cpp, const char* python) {
+      const auto is_known = [&](const Name& n) { return n.function == any && n.cpp == cpp; };
+      if (python != nullptr && cpp != python && std::none_of(all.begin(), all.end(), is_known))
+        all.push_back({any, cpp, python});
+    };
+    const Options options;
+    visit_options(options, [&](const OptionInfo& o, const auto&) { add(o.name, o.python); });
+    const AttentionArgs args;
+    visit_arguments(args, [&](const ArgumentInfo& a, const auto&) { add(a.name, a.python); });
+    return all;
+  }();
+  return names;
+}
 
 bool is_word(char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; }
 
@@ -130,7 +142,7 @@ std::size_t own_word_length(std::string_view rest, std::string_view ahead) {
 /// The entry that `rest` begins with, where `is_subject` means that it is about an argument; null
 /// where none does.
 const Name* entry_at(std::string_view rest, Function function, bool is_subject) {
-  for (const Name& name : kNames) {
+  for (const Name& name : all_names()) {
     if (name.function != any && name.function != function) continue;
     if (name.where == Where::as_subject && !is_subject) continue;
     if (!rest.starts_with(name.cpp)) continue;

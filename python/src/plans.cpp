@@ -12,22 +12,10 @@
 namespace longspan::python {
 namespace {
 
-auto fields(const Sharding& s) { return std::tuple(s.layout, s.block); }
-
 /// Every field that cross_rank_merge() sets.
 auto fields(const MergeOptions& o) {
   return std::tuple(o.heads, o.value_dim, o.dtype, o.of_out(), o.max_tokens, o.scatter_heads,
                     o.nan_is_empty);
-}
-
-/// Every field that attend() sets; the others keep their defaults.
-auto fields(const Options& o) {
-  return std::tuple(o.heads, o.kv_heads, o.head_dim, o.value_dim, o.dtypes.compute, o.dtypes.query,
-                    o.dtypes.kv, o.dtypes.out, o.mask.causal, o.mask.window, o.mask.right,
-                    o.score.scale, o.score.softcap, o.limits.max_tokens, o.limits.max_batch,
-                    o.limits.max_kv_len, o.limits.max_query_len, fields(o.keys),
-                    o.queries.has_value(), fields(o.queries.value_or(Sharding{})), o.results.part,
-                    fields(o.results.rows), o.invariant, o.exchange, o.ranks_per_node);
 }
 
 /// The entry that fits, or else a new one. It moves to the front; the last of too many is dropped.
@@ -45,10 +33,6 @@ Entry& kept(std::list<std::unique_ptr<Entry>>& entries, const Fits& fits, const 
 }
 
 }  // namespace
-
-bool same(const Options& a, const Options& b) {
-  return fields(a) == fields(b) && a.strategy == b.strategy;
-}
 
 std::int64_t rounded_up(std::int64_t n) {
   if (n <= 1) return 1;
@@ -108,7 +92,7 @@ Tensor UniformArrays::table(Device device, const std::vector<std::int64_t>& valu
 
 Plan& Plans::find(const Communicator& world, const Options& options) {
   return kept(
-      plans_, [&](const Plan& plan) { return same(plan.options, options); },
+      plans_, [&](const Plan& plan) { return plan.options == options; },
       [&] { return std::make_unique<Plan>(world, options); });
 }
 

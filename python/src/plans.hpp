@@ -68,8 +68,6 @@ class Plans {
   std::list<std::unique_ptr<CrossRankMerge>> merges_;  // likewise
 };
 
-bool same(const Options& a, const Options& b);
-
 /// The least power of two that is at least n, so that growing sizes find the same layer.
 std::int64_t rounded_up(std::int64_t n);
 

@@ -40,15 +40,16 @@ std::vector<std::int64_t> table_of(const Array& array, const char* name, std::si
   return values;
 }
 
-/// The ranks of one side: `count` ranks from `first` on, 0 for all.
-CacheRanks cache_ranks(nb::handle keys, const char* keys_name, nb::handle first, nb::handle count,
-                       const char* ranks_name, nb::handle table, const char* table_name,
-                       std::size_t sequences) {
+/// The ranks of one side: `count` ranks from `first` on, 0 for all. Python gives them as the range
+/// `ranks_name`.
+template <Literal kKeys, Literal kFirst, Literal kCount, Literal kTable>
+CacheRanks cache_ranks(Argument<kKeys> keys, Argument<kFirst> first, Argument<kCount> count,
+                       const char* ranks_name, Argument<kTable> table, std::size_t sequences) {
   CacheRanks made;
-  made.rule = sharding_of(keys, keys_name);
+  made.rule = sharding_of(keys, keys.kName);
   made.first_rank = small(integer(first, ranks_name), ranks_name);
   made.ranks = small(integer(count, ranks_name), ranks_name);
-  made.table = table_of(Array(table, table_name, DType::int64), table_name, sequences);
+  made.table = table_of(Array(table, DType::int64), table.kName, sequences);
   return made;
 }
 
@@ -61,14 +62,15 @@ class Move {
   Move(const Move&) = delete;
   Move& operator=(const Move&) = delete;
 
-  void run(nb::handle k, nb::handle v, nb::handle block_table, nb::handle to_k, nb::handle to_v,
-           nb::handle to_block_table, nb::handle stream) {
-    Array keys(k, "k"), values(v, "v");
-    const Array to_keys(to_k, "to_k"), to_values(to_v, "to_v");
+  void run(Argument<"k"> k, Argument<"v"> v, Argument<"block_table"> block_table,
+           Argument<"to_k"> to_k, Argument<"to_v"> to_v, Argument<"to_block_table"> to_block_table,
+           Argument<"stream"> stream) {
+    Array keys(k), values(v);
+    const Array to_keys(to_k), to_values(to_v);
     const Array& any = keys ? keys : to_keys;
     queue_ = any ? stream_of(stream, any) : Stream{};
-    const Array table(Array::table(block_table, "block_table", queue_)),
-        to_table(Array::table(to_block_table, "to_block_table", queue_));
+    const Array table(Array::table(block_table, queue_)),
+        to_table(Array::table(to_block_table, queue_));
     for (const Array* array : {&std::as_const(keys), &std::as_const(values), &to_keys, &to_values})
       array->floats();
     DenseCopies copies(stream);
@@ -85,7 +87,7 @@ class Move {
     comm_of(held_).alone([&](const Communicator&) { move_->run(args, queue_); });
   }
 
-  void wait(nb::handle stream) {
+  void wait(Argument<"stream"> stream) {
     const Stream queue = stream.is_none() ? queue_ : given_stream(stream);
     comm_of(held_).alone([&](const Communicator&) { move_->wait(queue); });
   }
@@ -103,21 +105,23 @@ class Move {
   Stream queue_;  // of the last run
 };
 
-Move* make_move(nb::handle comm, nb::handle lengths, nb::handle kv_heads, nb::handle head_dim,
-                nb::handle value_dim, nb::handle dtype, nb::handle keys, nb::handle first,
-                nb::handle count, nb::handle table, nb::handle to_keys, nb::handle to_first,
-                nb::handle to_count, nb::handle to_table, nb::handle threads) {
+Move* make_move(Argument<"comm"> comm, Argument<"lengths"> lengths, Argument<"kv_heads"> kv_heads,
+                Argument<"head_dim"> head_dim, Argument<"value_dim"> value_dim,
+                Argument<"dtype"> dtype, Argument<"keys"> keys, Argument<"first_rank"> first,
+                Argument<"rank_count"> count, Argument<"key_table"> table,
+                Argument<"to_keys"> to_keys, Argument<"to_first_rank"> to_first,
+                Argument<"to_rank_count"> to_count, Argument<"to_key_table"> to_table,
+                Argument<"threads"> threads) {
   ReshardOptions o;
-  o.lengths = values_of(Array(lengths, "lengths", DType::int64), "lengths");
-  o.kv_heads = small(integer(kv_heads, "kv_heads"), "kv_heads");
-  o.head_dim = small(integer(head_dim, "head_dim"), "head_dim");
-  if (!value_dim.is_none()) o.value_dim = small(integer(value_dim, "value_dim"), "value_dim");
-  o.dtype = dtype_of(dtype, "dtype");
+  o.lengths = values_of(Array(lengths, DType::int64), lengths.kName);
+  o.kv_heads = small(kv_heads);
+  o.head_dim = small(head_dim);
+  if (!value_dim.is_none()) o.value_dim = small(value_dim);
+  o.dtype = dtype_of(dtype, dtype.kName);
   const std::size_t sequences = o.lengths.size();
-  o.from = cache_ranks(keys, "keys", first, count, "ranks", table, "key_table", sequences);
-  o.to = cache_ranks(to_keys, "to_keys", to_first, to_count, "to_ranks", to_table, "to_key_table",
-                     sequences);
-  o.threads = small(integer(threads, "threads"), "threads");
+  o.from = cache_ranks(keys, first, count, "ranks", table, sequences);
+  o.to = cache_ranks(to_keys, to_first, to_count, "to_ranks", to_table, sequences);
+  o.threads = small(threads);
   const nb::object held = comm_or_default(comm, Device::host, -1);
   return new Move(held, o);
 }
@@ -126,12 +130,12 @@ Move* make_move(nb::handle comm, nb::handle lengths, nb::handle kv_heads, nb::ha
 
 void bind_reshard(nb::module_& m) {
   nb::class_<Move> move(m, "Move");
-  def_by_position(move, "run", &Move::run, Function::reshard);
-  def_by_position(move, "wait", &Move::wait, Function::reshard);
+  def_by_name(move, "run", &Move::run, Function::reshard);
+  def_by_name(move, "wait", &Move::wait, Function::reshard);
   move.def("comm", &Move::comm)
       .def("workspace_bytes", &Move::workspace_bytes)
       .def("traffic", &Move::traffic);
-  def_by_position(m, "move", &make_move, Function::reshard);
+  def_by_name(m, "move", &make_move, Function::reshard);
 }
 
 }  // namespace longspan::python

@@ -17,8 +17,8 @@
 #include "python/src/communicators.hpp"
 #include "python/src/dtypes.hpp"
 #include "python/src/errors.hpp"
+#include "python/src/options.hpp"
 #include "python/src/plans.hpp"
-#include "python/src/words.hpp"
 #if defined(LONGSPAN_HAVE_CUDA) && !defined(LONGSPAN_SIMULATED)
 #include <cuda_runtime_api.h>
 #endif
@@ -94,10 +94,10 @@ Ops& ops_for(const Array& array) {
   return *all_ops().back();
 }
 
-LogBase base_of(nb::handle given) {
+LogBase base_of(Argument<"base"> given) {
   if (PyUnicode_Check(given.ptr())) {
-    if (text(given, "base") == "e") return LogBase::e;
-  } else if (integer(given, "base") == 2) {
+    if (text(given) == "e") return LogBase::e;
+  } else if (integer(given) == 2) {
     return LogBase::two;
   }
   throw InputError("base is " + nb::cast<std::string>(nb::repr(given)) +
@@ -135,19 +135,20 @@ nb::object finished(Result& out, Result& lse, const Array& like, Stream stream, 
   return with_lse ? nb::object(nb::make_tuple(made, lse.finish())) : made;
 }
 
-nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
-                             nb::handle suffix_output, nb::handle suffix_lse, nb::handle base,
-                             nb::handle heads_first, nb::handle given_out, nb::handle given_lse,
-                             nb::handle prefill_tokens_with_context, nb::handle out_scale,
-                             nb::handle prefix_scale, nb::handle suffix_scale,
-                             nb::handle nan_is_empty, nb::handle stream) {
-  const Array prefix(prefix_output, "prefix_output"), prefix_l(prefix_lse, "prefix_lse"),
-      suffix(suffix_output, "suffix_output"), suffix_l(suffix_lse, "suffix_lse"),
-      own_out(given_out, "out"), own_lse(given_lse, "lse"),
-      scale(out_scale, "out_scale", DType::fp32),
-      scale_a(prefix_scale, "prefix_scale", DType::fp32),
-      scale_b(suffix_scale, "suffix_scale", DType::fp32);
-  const bool is_first = flag(heads_first, "heads_first");
+nb::object merge_attn_states(Argument<"prefix_output"> prefix_output,
+                             Argument<"prefix_lse"> prefix_lse,
+                             Argument<"suffix_output"> suffix_output,
+                             Argument<"suffix_lse"> suffix_lse, Argument<"base"> base,
+                             Argument<"heads_first"> heads_first, Argument<"out"> given_out,
+                             Argument<"lse"> given_lse,
+                             Argument<"prefill_tokens_with_context"> prefill_tokens_with_context,
+                             Argument<"out_scale"> out_scale, Argument<"prefix_scale"> prefix_scale,
+                             Argument<"suffix_scale"> suffix_scale,
+                             Argument<"nan_is_empty"> nan_is_empty, Argument<"stream"> stream) {
+  const Array prefix(prefix_output), prefix_l(prefix_lse), suffix(suffix_output),
+      suffix_l(suffix_lse), own_out(given_out), own_lse(given_lse), scale(out_scale, DType::fp32),
+      scale_a(prefix_scale, DType::fp32), scale_b(suffix_scale, DType::fp32);
+  const bool is_first = flag(heads_first);
   Ops& ops = ops_for(prefix);
   const Tensor &a = prefix.tensor(), &la = prefix_l.required().tensor();
   prefix.floats();
@@ -174,10 +175,9 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
                        .prefix_lse = lse_view(la, is_first),
                        .suffix_out = suffix.tensor(),
                        .suffix_lse = lse_view(suffix_l.tensor(), is_first),
-                       .prefill_tokens_with_context = maybe_integer(prefill_tokens_with_context,
-                                                                    "prefill_tokens_with_context"),
+                       .prefill_tokens_with_context = maybe_integer(prefill_tokens_with_context),
                        .out_scale = scale.tensor(),
-                       .nan_is_empty = flag(nan_is_empty, "nan_is_empty"),
+                       .nan_is_empty = flag(nan_is_empty),
                        .prefix_scale = scale_a.tensor(),
                        .suffix_scale = scale_b.tensor()};
   const Stream queue = stream_of(stream, prefix);
@@ -186,11 +186,16 @@ nb::object merge_attn_states(nb::handle prefix_output, nb::handle prefix_lse,
 }
 
 /// The same under FlashInfer's names.
-nb::object merge_state(nb::handle v_a, nb::handle s_a, nb::handle v_b, nb::handle s_b,
-                       nb::handle base, nb::handle nan_is_empty, nb::handle given_out,
-                       nb::handle given_lse, nb::handle stream) {
-  return merge_attn_states(v_a, s_a, v_b, s_b, base, nb::handle(Py_False), given_out, given_lse,
-                           nb::none(), nb::none(), nb::none(), nb::none(), nan_is_empty, stream);
+nb::object merge_state(Argument<"v_a"> v_a, Argument<"s_a"> s_a, Argument<"v_b"> v_b,
+                       Argument<"s_b"> s_b, Argument<"base"> base,
+                       Argument<"nan_is_empty"> nan_is_empty, Argument<"out"> out,
+                       Argument<"lse"> lse, Argument<"stream"> stream) {
+  const nb::handle none = Py_None;
+  return merge_attn_states(
+      Argument<"prefix_output">(v_a), Argument<"prefix_lse">(s_a), Argument<"suffix_output">(v_b),
+      Argument<"suffix_lse">(s_b), base, Argument<"heads_first">(Py_False), out, lse,
+      Argument<"prefill_tokens_with_context">(none), Argument<"out_scale">(none),
+      Argument<"prefix_scale">(none), Argument<"suffix_scale">(none), nan_is_empty, stream);
 }
 
 /// Parts in the first dimension, or in the second, as in FlashInfer.
@@ -201,11 +206,12 @@ Tensor parts_first(Tensor t) {
   return t;
 }
 
-nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle given_out,
-                        nb::handle given_lse, nb::handle out_scale, nb::handle part_scales,
-                        nb::handle nan_is_empty, nb::handle stream) {
-  const Array parts(v, "v"), lses(s, "s"), own_out(given_out, "out"), own_lse(given_lse, "lse"),
-      scale(out_scale, "out_scale", DType::fp32), scales(part_scales, "part_scales", DType::fp32);
+nb::object merge_states(Argument<"v"> v, Argument<"s"> s, Argument<"base"> base,
+                        Argument<"out"> given_out, Argument<"lse"> given_lse,
+                        Argument<"out_scale"> out_scale, Argument<"part_scales"> part_scales,
+                        Argument<"nan_is_empty"> nan_is_empty, Argument<"stream"> stream) {
+  const Array parts(v), lses(s), own_out(given_out), own_lse(given_lse),
+      scale(out_scale, DType::fp32), scales(part_scales, DType::fp32);
   Ops& ops = ops_for(parts);
   const Tensor &p = parts.tensor(), &l = lses.required().tensor();
   check_same_gpu({{&parts, "v"},
@@ -228,7 +234,7 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
                          .parts = parts_first(p),
                          .lses = Lse::tokens_heads(parts_first(l)),
                          .out_scale = scale.tensor(),
-                         .nan_is_empty = flag(nan_is_empty, "nan_is_empty"),
+                         .nan_is_empty = flag(nan_is_empty),
                          .part_scales = scales.tensor()};
   const Stream queue = stream_of(stream, parts);
   ops.run([&](const ServingOps& o) { o.merge_states(args, of_base, queue); });
@@ -236,13 +242,15 @@ nb::object merge_states(nb::handle v, nb::handle s, nb::handle base, nb::handle 
 }
 
 /// Across the ranks of `comm`: the first call makes the merge, for up to as many tokens.
-nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_lse, nb::handle base,
-                            nb::handle scatter_heads, nb::handle nan_is_empty,
-                            nb::handle part_scale, nb::handle out_scale, nb::handle given_out,
-                            nb::handle given_lse, nb::handle stream) {
-  const Array own(part, "part"), own_lse(part_lse, "part_lse"),
-      own_scale(part_scale, "part_scale", DType::fp32), scale(out_scale, "out_scale", DType::fp32),
-      to_out(given_out, "out"), to_lse(given_lse, "lse");
+nb::object cross_rank_merge(Argument<"comm"> comm, Argument<"part"> part,
+                            Argument<"part_lse"> part_lse, Argument<"base"> base,
+                            Argument<"scatter_heads"> scatter_heads,
+                            Argument<"nan_is_empty"> nan_is_empty,
+                            Argument<"part_scale"> part_scale, Argument<"out_scale"> out_scale,
+                            Argument<"out"> given_out, Argument<"lse"> given_lse,
+                            Argument<"stream"> stream) {
+  const Array own(part), own_lse(part_lse), own_scale(part_scale, DType::fp32),
+      scale(out_scale, DType::fp32), to_out(given_out), to_lse(given_lse);
   const Tensor &p = own.required().tensor(), &l = own_lse.required().tensor();
   check_same_gpu({{&own, "part"},
                   {&own_lse, "part_lse"},
@@ -257,7 +265,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
   const LogBase of_base = base_of(base);
   const nb::object held = comm_or_default(comm, p.device, own.gpu());
   Comm& ranks = comm_of(held);
-  const bool scatter = flag(scatter_heads, "scatter_heads");
+  const bool scatter = flag(scatter_heads);
   const int size = scatter ? ranks.world().size() : 1;
   if (p.shape[1] > std::numeric_limits<int>::max() || p.shape[2] > std::numeric_limits<int>::max())
     throw InputError("part has more heads or columns than are possible");
@@ -274,7 +282,7 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
                              .out_dtype = out.tensor().dtype,
                              .max_tokens = rounded_up(p.shape[0]),
                              .scatter_heads = scatter,
-                             .nan_is_empty = flag(nan_is_empty, "nan_is_empty")};
+                             .nan_is_empty = flag(nan_is_empty)};
   const MergeArgs args{.part = p,
                        .part_lse = Lse::tokens_heads(l),
                        .part_scale = own_scale.tensor(),
@@ -290,43 +298,63 @@ nb::object cross_rank_merge(nb::handle comm, nb::handle part, nb::handle part_ls
   return nb::make_tuple(out.finish(), lse.finish());
 }
 
-/// The arguments of both calls over a paged cache, by position, in this order.
-struct Paged {
-  nb::handle q, k_cache, v_cache, block_table, cache_seqlens, cu_seqlens_q, causal, softmax_scale,
-      window_size, softcap, alibi_slopes, alibi, sinks, qq_bias, q_descale, k_descale, v_descale,
-      out_scale, max_seqlen_q, max_seqlen_k, return_lse, out, lse, stream;
-};
+/// The arguments of both calls over a paged cache.
+constexpr NameList kPaged = [] {
+  NameList names{"q",
+                 "k_cache",
+                 "v_cache",
+                 "block_table",
+                 "cache_seqlens",
+                 "cu_seqlens_q",
+                 "alibi_slopes",
+                 "sinks",
+                 "qq_bias",
+                 "q_descale",
+                 "k_descale",
+                 "v_descale",
+                 "out_scale",
+                 "max_seqlen_q",
+                 "max_seqlen_k",
+                 "return_lse",
+                 "out",
+                 "lse",
+                 "stream"};
+  add_options(names, is_of_scores);
+  return names;
+}();
 
-template <class Fields>
-Fields unpack(const nb::args& args) {
-  constexpr std::size_t count = sizeof(Fields) / sizeof(nb::handle);
-  if (args.size() < count) throw nb::type_error("see the Python function of this name");
-  std::array<nb::handle, count> handles;
-  for (std::size_t i = 0; i < count; ++i) handles[i] = args[i];
-  return std::bit_cast<Fields>(handles);
+/// kPaged, and others.
+constexpr NameList paged_and(std::initializer_list<const char*> others) {
+  NameList names = kPaged;
+  for (const char* const name : others) names.add(name);
+  return names;
 }
+constexpr NameList kSegmented = paged_and({"segments", "segment_keys", "tile", "skip_decode"});
+constexpr NameList kContext = paged_and({"k", "v", "skip_decode", "out_scale_inv"});
+
+/// Taken apart from other options: it may be flags of sequences. The limits are not the option's.
+constexpr NameList kOtherValues{"causal", "max_seqlen_q", "max_seqlen_k"};
 
 struct PagedCall {
-  explicit PagedCall(const Paged& g)
-      : q(g.q, "q"),
-        stream(stream_of(g.stream, q.required())),
-        k_cache(g.k_cache, "k_cache"),
-        v_cache(g.v_cache, "v_cache"),
-        block_table(Array::table(g.block_table, "block_table", stream)),
-        lengths(g.cache_seqlens, "cache_seqlens", DType::int32, stream),
-        starts(g.cu_seqlens_q, "cu_seqlens_q", DType::int32, stream),
-        causal(PyBool_Check(g.causal.ptr()) ? nb::none() : nb::borrow(g.causal), "causal",
-               DType::uint8, stream),
-        slopes(g.alibi_slopes, "alibi_slopes", DType::fp32),
-        sinks(g.sinks, "sinks", DType::fp32),
-        qq_bias(g.qq_bias, "qq_bias"),
-        q_scale(g.q_descale, "q_descale", DType::fp32),
-        k_scale(g.k_descale, "k_descale", DType::fp32),
-        v_scale(g.v_descale, "v_descale", DType::fp32),
-        out_scale(g.out_scale, "out_scale", DType::fp32),
-        given_out(g.out, "out"),
-        given_lse(g.lse, "lse"),
-        return_lse(flag(g.return_lse, "return_lse")) {
+  explicit PagedCall(const Arguments<kPaged>& given)
+      : q(given.get<"q">()),
+        stream(stream_of(given.get<"stream">(), q.required())),
+        k_cache(given.get<"k_cache">()),
+        v_cache(given.get<"v_cache">()),
+        block_table(Array::table(given.get<"block_table">(), stream)),
+        lengths(given.get<"cache_seqlens">(), DType::int32, stream),
+        starts(given.get<"cu_seqlens_q">(), DType::int32, stream),
+        causal(flags_of(given.get<"causal">()), "causal", DType::uint8, stream),
+        slopes(given.get<"alibi_slopes">(), DType::fp32),
+        sinks(given.get<"sinks">(), DType::fp32),
+        qq_bias(given.get<"qq_bias">()),
+        q_scale(given.get<"q_descale">(), DType::fp32),
+        k_scale(given.get<"k_descale">(), DType::fp32),
+        v_scale(given.get<"v_descale">(), DType::fp32),
+        out_scale(given.get<"out_scale">(), DType::fp32),
+        given_out(given.get<"out">()),
+        given_lse(given.get<"lse">()),
+        return_lse(flag(given.get<"return_lse">())) {
     for (const Array* array : {&k_cache, &v_cache, &block_table, &lengths}) array->required();
     for (const Array* array : {&q, &k_cache, &v_cache, &given_out}) array->floats();
     refuse_by_sequence(slopes, "alibi_slopes", "[heads]");
@@ -362,15 +390,14 @@ struct PagedCall {
     args.block_table = block_table.tensor();
     args.query_start = starts.tensor();
     args.kv_len = lengths.tensor();
-    const auto most = [](nb::handle given, const char* name) {
-      return given.is_none() ? 0 : integer(given, name);
-    };
-    args.max_query_len = most(g.max_seqlen_q, "max_seqlen_q");
-    args.max_kv_len = most(g.max_seqlen_k, "max_seqlen_k");
+    args.max_query_len = maybe_integer(given.get<"max_seqlen_q">()).value_or(0);
+    args.max_kv_len = maybe_integer(given.get<"max_seqlen_k">()).value_or(0);
     args.out_scale = out_scale.tensor();
-    args.mask =
-        mask_of(PyBool_Check(g.causal.ptr()) ? g.causal : nb::handle(Py_False), g.window_size);
-    args.score = score_of(g.softmax_scale, g.softcap, alibi_of(g.alibi));
+    Options options;
+    options.mask.causal = given.get<"causal">().ptr() == Py_True;
+    take_options<kOtherValues>(options, given);
+    args.mask = options.mask;
+    args.score = options.score;
     args.causal = causal.tensor();
     args.sinks = sinks.tensor();
     args.slopes = slopes.tensor();
@@ -403,15 +430,12 @@ struct PagedCall {
   PagedAttention args;
 };
 
-nb::object segmented_attention(nb::args given) {
-  const auto asked = unpack<Paged>(given);
-  constexpr std::size_t kPaged = sizeof(Paged) / sizeof(nb::handle);
-  if (given.size() != kPaged + 4) throw nb::type_error("see longspan.segmented_attention");
-  PagedCall call(asked);
-  const auto segments = maybe_integer(given[kPaged], "segments");
-  const std::int64_t keys = integer(given[kPaged + 1], "segment_keys"),
-                     tile = integer(given[kPaged + 2], "tile");
-  const bool skip_decode = flag(given[kPaged + 3], "skip_decode");
+nb::object segmented_attention(const Arguments<kSegmented>& given) {
+  PagedCall call(given);
+  const auto segments = maybe_integer(given.get<"segments">());
+  const std::int64_t keys = integer(given.get<"segment_keys">()),
+                     tile = integer(given.get<"tile">());
+  const bool skip_decode = flag(given.get<"skip_decode">());
   Ops& ops = ops_for(call.q);
   if (!segments) {
     call.make_results();
@@ -444,17 +468,18 @@ nb::object segmented_attention(nb::args given) {
   return nb::make_tuple(output.finish(), most.finish(), sum.finish());
 }
 
-nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum, nb::handle keys,
-                           nb::handle tile, nb::handle cache_seqlens, nb::handle cu_seqlens_q,
-                           nb::handle dtype, nb::handle out_scale, nb::handle return_lse,
-                           nb::handle given_out, nb::handle given_lse, nb::handle stream) {
+nb::object reduce_segments(Argument<"output"> output, Argument<"max"> max,
+                           Argument<"expsum"> expsum, Argument<"keys"> keys, Argument<"tile"> tile,
+                           Argument<"cache_seqlens"> cache_seqlens,
+                           Argument<"cu_seqlens_q"> cu_seqlens_q, Argument<"dtype"> dtype,
+                           Argument<"out_scale"> out_scale, Argument<"return_lse"> return_lse,
+                           Argument<"out"> given_out, Argument<"lse"> given_lse,
+                           Argument<"stream"> stream) {
   const Array o(output, "segments.output");
   const Stream queue = stream_of(stream, o.required());
   const Array m(max, "segments.max"), e(expsum, "segments.expsum"),
-      lengths(cache_seqlens, "cache_seqlens", DType::int32, queue),
-      starts(cu_seqlens_q, "cu_seqlens_q", DType::int32, queue),
-      scale(out_scale, "out_scale", DType::fp32), own_out(given_out, "out"),
-      own_lse(given_lse, "lse");
+      lengths(cache_seqlens, DType::int32, queue), starts(cu_seqlens_q, DType::int32, queue),
+      scale(out_scale, DType::fp32), own_out(given_out), own_lse(given_lse);
   const Tensor& states = o.tensor();
   m.required();
   e.required();
@@ -472,8 +497,8 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
                      " dimensions; [tokens, heads, segments, value_dim] is wanted");
   const std::array<std::int64_t, 3> shape{states.shape[0], states.shape[1], states.shape[3]};
   own_out.floats();
-  Result out = result_of(own_out, o, shape, dtype_of(dtype, "dtype")), lse;
-  const bool with_lse = flag(return_lse, "return_lse");
+  Result out = result_of(own_out, o, shape, dtype_of(dtype, dtype.kName)), lse;
+  const bool with_lse = flag(return_lse);
   ReduceSegments args{.segments = {.output = states,
                                    .max = m.tensor(),
                                    .expsum = e.tensor(),
@@ -491,18 +516,15 @@ nb::object reduce_segments(nb::handle output, nb::handle max, nb::handle expsum,
   return finished(out, lse, o, queue, with_lse);
 }
 
-nb::object context_attention(nb::args given) {
-  const auto asked = unpack<Paged>(given);
-  constexpr std::size_t kPaged = sizeof(Paged) / sizeof(nb::handle);
-  if (given.size() != kPaged + 4) throw nb::type_error("see longspan.context_attention");
-  PagedCall call(asked);
-  const Array k(given[kPaged], "k"), v(given[kPaged + 1], "v"),
-      scale_inv(given[kPaged + 3], "out_scale_inv", DType::fp32);
+nb::object context_attention(const Arguments<kContext>& given) {
+  PagedCall call(given);
+  const Array k(given.get<"k">()), v(given.get<"v">()),
+      scale_inv(given.get<"out_scale_inv">(), DType::fp32);
   call.make_results();
   ContextAttention args{.attention = call.args,
                         .k = k.required().floats().tensor(),
                         .v = v.required().floats().tensor(),
-                        .skip_decode = flag(given[kPaged + 2], "skip_decode"),
+                        .skip_decode = flag(given.get<"skip_decode">()),
                         .out_scale_inv = scale_inv.tensor()};
   check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}, {&scale_inv, "out_scale_inv"}});
   ops_for(call.q).run_in_workspace(
@@ -510,14 +532,14 @@ nb::object context_attention(nb::args given) {
   return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
 }
 
-void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cache,
-               nb::handle slot_mapping, nb::handle k_descale, nb::handle v_descale,
-               nb::handle stream) {
-  const Array new_k(k, "k");
+void append_kv(Argument<"k"> k, Argument<"v"> v, Argument<"k_cache"> k_cache,
+               Argument<"v_cache"> v_cache, Argument<"slot_mapping"> slot_mapping,
+               Argument<"k_descale"> k_descale, Argument<"v_descale"> v_descale,
+               Argument<"stream"> stream) {
+  const Array new_k(k);
   const Stream queue = stream_of(stream, new_k.required());
-  const Array new_v(v, "v"), keys(k_cache, "k_cache"), values(v_cache, "v_cache"),
-      slots(slot_mapping, "slot_mapping", DType::int64, queue),
-      scale_k(k_descale, "k_descale", DType::fp32), scale_v(v_descale, "v_descale", DType::fp32);
+  const Array new_v(v), keys(k_cache), values(v_cache), slots(slot_mapping, DType::int64, queue),
+      scale_k(k_descale, DType::fp32), scale_v(v_descale, DType::fp32);
   for (const Array* array : {&new_k, &new_v, &keys, &values}) array->floats();
   check_same_gpu({{&new_k, "k"},
                   {&new_v, "v"},
@@ -539,14 +561,15 @@ void append_kv(nb::handle k, nb::handle v, nb::handle k_cache, nb::handle v_cach
 }  // namespace
 
 void bind_serving(nb::module_& m) {
-  def_by_position(m, "merge_attn_states", &merge_attn_states, Function::merge_attn_states);
-  def_by_position(m, "merge_state", &merge_state, Function::merge_state);
-  def_by_position(m, "merge_states", &merge_states, Function::merge_states);
-  def_by_position(m, "cross_rank_merge", &cross_rank_merge, Function::cross_rank_merge);
-  def_by_position(m, "segmented_attention", &segmented_attention, Function::paged);
-  def_by_position(m, "reduce_segments", &reduce_segments, Function::paged);
-  def_by_position(m, "context_attention", &context_attention, Function::paged);
-  def_by_position(m, "append_kv", &append_kv, Function::paged);
+  def_by_name(m, "merge_attn_states", &merge_attn_states, Function::merge_attn_states);
+  def_by_name(m, "merge_state", &merge_state, Function::merge_state);
+  def_by_name(m, "merge_states", &merge_states, Function::merge_states);
+  def_by_name(m, "cross_rank_merge", &cross_rank_merge, Function::cross_rank_merge);
+  ManyArguments<&segmented_attention, kSegmented, Function::paged>::define(m,
+                                                                           "segmented_attention");
+  def_by_name(m, "reduce_segments", &reduce_segments, Function::paged);
+  ManyArguments<&context_attention, kContext, Function::paged>::define(m, "context_attention");
+  def_by_name(m, "append_kv", &append_kv, Function::paged);
   m.def("forget_ops", [] {  // in the child of a fork their threads are the parent's
     for (auto& ops : all_ops()) static_cast<void>(ops.release());
     all_ops().clear();

@@ -15,6 +15,14 @@ void wrong_type(nb::handle given, const char* name, const char* wanted) {
                            .c_str());
 }
 
+void no_such_choice(const char* name, const std::string& asked,
+                    const std::vector<std::string>& choices) {
+  std::string known;
+  for (std::size_t i = 0; i < choices.size(); ++i)
+    known += (i == 0 ? "'" : i + 1 < choices.size() ? "', '" : "' and '") + choices[i];
+  throw InputError(std::string(name) + " is '" + asked + "'; " + known + "' are supported");
+}
+
 bool flag(nb::handle given, const char* name) {
   if (given.ptr() == Py_True) return true;
   if (given.ptr() == Py_False) return false;
@@ -55,9 +63,6 @@ double real(nb::handle given, const char* name) {
   return PyFloat_AsDouble(made.ptr());
 }
 
-namespace {
-
-/// A number in fp32. A number that is not 0 must not become 0 there, which has another meaning.
 float single(nb::handle given, const char* name) {
   const double value = real(given, name);
   const auto rounded = static_cast<float>(value);
@@ -67,13 +72,6 @@ float single(nb::handle given, const char* name) {
                      ", which is below what float32 holds; give 0 where that is meant");
   }
   return rounded;
-}
-
-}  // namespace
-
-std::optional<float> maybe_real(nb::handle given, const char* name) {
-  if (given.is_none()) return std::nullopt;
-  return single(given, name);
 }
 
 std::string text(nb::handle given, const char* name) {
@@ -86,8 +84,11 @@ std::string text(nb::handle given, const char* name) {
   return {PyBytes_AsString(bytes.ptr()), size};
 }
 
-Mask mask_of(nb::handle causal, nb::handle window_size) {
-  Mask mask{.causal = flag(causal, "causal")};
+nb::object flags_of(nb::handle causal) {
+  return PyBool_Check(causal.ptr()) ? nb::none() : nb::borrow(causal);
+}
+
+void set_window(Mask& mask, nb::handle window_size) {
   if (!PyTuple_Check(window_size.ptr()) && !PyList_Check(window_size.ptr()))
     wrong_type(window_size, "window_size", "a pair (left, right)");
   if (nb::len(window_size) != 2)
@@ -101,30 +102,6 @@ Mask mask_of(nb::handle causal, nb::handle window_size) {
                      "); each is a number of keys up to 2^31 - 2, or -1 for no bound");
   mask.window = left + 1;
   mask.right = right;
-  return mask;
-}
-
-Alibi alibi_of(nb::handle given) {
-  const std::string distance = text(given, "alibi");
-  if (distance != "query" && distance != "context")
-    throw InputError("alibi is '" + distance + "'; 'query' and 'context' are supported");
-  return distance == "query" ? Alibi::query : Alibi::context;
-}
-
-ScoreOptions score_of(nb::handle softmax_scale, nb::handle softcap, Alibi alibi) {
-  return {.scale = maybe_real(softmax_scale, "softmax_scale"),
-          .softcap = single(softcap, "softcap"),
-          .alibi = alibi};
-}
-
-Exchange exchange_of(nb::handle given) {
-  const std::string asked = text(given, "exchange");
-  for (const Exchange way : {Exchange::automatic, Exchange::peer_buffers,
-                             Exchange::peer_buffers_apart, Exchange::gather})
-    if (asked == name(way)) return way;
-  throw InputError("exchange is '" + asked +
-                   "'; 'auto', 'peer-buffers', 'peer-buffers-apart' and 'gather' "
-                   "are supported");
 }
 
 Sharding sharding_of(nb::handle given, const char* name) {
@@ -141,18 +118,13 @@ Sharding sharding_of(nb::handle given, const char* name) {
   throw InputError(std::string(name) + " is '" + asked + "'; the layouts are " + known);
 }
 
-std::optional<Sharding> maybe_sharding(nb::handle given, const char* name) {
-  if (given.is_none()) return std::nullopt;
-  return sharding_of(given, name);
-}
-
-Results results_of(nb::handle given) {
+Results results_of(nb::handle given, const char* name) {
   if (PyUnicode_Check(given.ptr())) {
-    const std::string asked = text(given, "results");
+    const std::string asked = text(given, name);
     for (const ResultPart part : {ResultPart::all, ResultPart::heads})
-      if (asked == name(part)) return {part};
+      if (asked == longspan::name(part)) return {part};
   }
-  return {ResultPart::rows, sharding_of(given, "results")};
+  return {ResultPart::rows, sharding_of(given, name)};
 }
 
 }  // namespace longspan::python

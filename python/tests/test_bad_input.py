@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import types
 
 import hypothesis
 import hypothesis.strategies as st
@@ -428,6 +429,41 @@ for call in (longspan.from_environment, lambda: longspan.Sharding("a\\udcff")):
     assert listed == "['\\ufffd5']"
     assert environment.startswith("UsageError") and "LONGSPAN_DEADLINE_S='\\ufffd5'" in environment
     assert layout.startswith("InputError") and "layout is 'a\\ufffd'" in layout
+
+
+def arguments_of(monkeypatch, module, function, call):
+    """The arguments that `call` gives to a function of the extension module."""
+    given = {}
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_core", types.SimpleNamespace(**{function: lambda **named: given.update(named)}))
+        call()
+    return given
+
+
+BORDER = {
+    "attend": (longspan._attention, attend),
+    "layer": (longspan._attention, lambda: longspan.Attention(heads=4, head_dim=16, dtype="float32")),
+    "segmented_attention": (longspan._serving, lambda: longspan.segmented_attention(
+        Q, K[None], V[None], np.zeros((1, 1), np.int32), [20], segments=None)),
+    "merge_states": (longspan._serving, lambda: longspan.merge_states(Q[:, None], Q[:, None, :, 0], base=2)),
+}
+
+
+@pytest.mark.parametrize("function", BORDER)
+def test_the_extension_module_takes_names(monkeypatch, function):
+    """None is left out, unknown or given by position: a swapped pair would go unnoticed there."""
+    module, call = BORDER[function]
+    border = getattr(longspan._core, function)
+    given = arguments_of(monkeypatch, module, function, call)
+    border(**given)
+    border(**dict(reversed(given.items())))
+    for name in given:
+        with pytest.raises(TypeError):
+            border(**{other: value for other, value in given.items() if other != name})
+    with pytest.raises(TypeError):
+        border(**given, spiral=None)
+    with pytest.raises(TypeError):
+        border(*given.values())
 
 
 @hypothesis.given(st.fixed_dictionaries({}, optional={

@@ -227,8 +227,8 @@ class Attention:
             exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
             run.
-        alibi: what slopes multiply: "query", the distance of query and key, or "context", the
-            distance to the first query, as serving engines do.
+        alibi: what slopes multiply: "query", the distance of query and key; "sqrt", its square
+            root; or "context", the distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
         max_batch: most sequences in one run.
         max_seqlen_k, max_seqlen_q: no sequence has more keys, or queries in one run; 0 is unknown.

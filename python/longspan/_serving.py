@@ -188,7 +188,8 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         k_cache, v_cache: pages [pages, page, kv_heads, dim], or x-packed.
         block_table: [batch, columns].
         cache_seqlens: [batch], keys of each sequence, those of q included.
-        alibi: what slopes multiply: "context" (the distance to the first query) or "query".
+        alibi: what slopes multiply: "context" (the distance to the first query), "query" (the
+            distance of query and key) or "sqrt" (its square root).
         segments: return the states of this many segments of the keys, for reduce_segments; at most 65536.
         segment_keys: keys of a segment; 0: ceil(keys / (segments * tile)) tiles of `tile` keys.
         skip_decode: sequences of one query are skipped, their rows left as they are; not with segments.

@@ -63,6 +63,6 @@ Exchange = Literal["auto", "peer-buffers", "peer-buffers-apart", "gather"]
 Strategy = Literal["auto", "gather-states", "gather-kv", "ring-kv", "scatter-states", "ring-q", "heads",
                    "heads+gather-states", "heads+gather-kv", "heads+ring-kv", "heads+scatter-states",
                    "heads+ring-q"]
-Alibi = Literal["query", "context"]
+Alibi = Literal["query", "context", "sqrt"]
 Base = Literal["e", 2]
 Device = Literal["cpu", "cuda"]

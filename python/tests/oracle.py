@@ -12,7 +12,7 @@ def host(a):
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              sinks=None, documents=None):
+              alibi="query", sinks=None, documents=None):
     """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The query
     rows are the last positions of the sequence."""
     q, k, v = (host(a).astype(np.float64) for a in (q, k, v))
@@ -41,7 +41,9 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
         if softcap:
             score = softcap * np.tanh(score / softcap)
         if slopes is not None:
-            score = score - slopes[h] * np.abs(i - j)
+            distance = {"query": np.abs(i - j), "context": keys - tokens - j,
+                        "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
+            score = score - slopes[h] * distance
         score = np.where(seen, score, -np.inf)
         sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
         all_scores = np.concatenate([score, sink], 1)

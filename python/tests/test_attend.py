@@ -307,6 +307,16 @@ def test_a_layer(rng):
     assert_close(layer(q, cache_k, cache_v, cache_seqlens=[300]), attention(q, k, v, causal=True)[0])
 
 
+@pytest.mark.parametrize("alibi", ["query", "context", "sqrt"])
+def test_distances_of_slopes(rng, alibi):
+    q, k, v = numbers(rng, (5, 4, 16)), numbers(rng, (40, 2, 16)), numbers(rng, (40, 2, 16))
+    slopes = rng.uniform(0.1, 1, 4).astype(np.float32)
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=16, dtype="float32", causal=True, max_queries=5,
+                               alibi=alibi)
+    right, _ = attention(q, k, v, causal=True, slopes=slopes, alibi=alibi)
+    assert_close(layer(q, k, v, alibi_slopes=slopes), right)
+
+
 def test_threads_take_turns(rng):
     """A call releases the GIL while it computes; a communicator serves one thread at a time."""
     import concurrent.futures

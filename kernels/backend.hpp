@@ -84,7 +84,7 @@ class AttentionKernels {
   /// Computes the digest of small arrays on their device.
   virtual void digest(const DigestParams& params, Stream stream) const = 0;
   /// Stores this rank's report of its run, for the other ranks to compare (RunHeaders).
-  virtual void say(const SayParams& params, Stream stream) const = 0;
+  virtual void write_run_digest(const RunDigestParams& params, Stream stream) const = 0;
   /// Allocates zeroed memory that the host and the kernels both see.
   virtual std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const = 0;
 

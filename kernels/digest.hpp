@@ -63,14 +63,14 @@ LONGSPAN_HD constexpr std::uint64_t mixed_array(int n, std::uint64_t digest) {
   return mixed_element(n, digest);
 }
 
-/// Writes this rank's report of its run: said = hash, with the contents of arrays mixed in.
-struct SayParams {
+/// Writes this rank's agreement digest: to = hash, with the contents of arrays mixed in.
+struct RunDigestParams {
   std::uint64_t hash = 0;
   const std::uint64_t* contents = nullptr;  // [1] the digest of all arrays; null: none
-  std::uint64_t* said = nullptr;            // [1]
+  std::uint64_t* to = nullptr;              // [1]
 };
 
-LONGSPAN_HD constexpr std::uint64_t said(std::uint64_t hash, const std::uint64_t* contents) {
+LONGSPAN_HD constexpr std::uint64_t run_digest(std::uint64_t hash, const std::uint64_t* contents) {
   return contents == nullptr ? hash : mix(hash ^ *contents);
 }
 

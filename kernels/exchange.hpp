@@ -28,7 +28,7 @@ struct ExchangeParams {
   PeerView peers;
   MergeParams merge;  // states: [ranks] slots, of which this rank's own is filled; rows null
   std::int64_t capacity = 0;  // rows that the peer buffers were made for
-  std::uint64_t hash = 0;     // of the arguments that must be the same on all ranks (SayParams)
+  std::uint64_t hash = 0;  // of the arguments that must be the same on all ranks (RunDigestParams)
   Push push = Push::automatic;
   int blocks = 0;       // 0: by size. Other numbers are for measurements, up to what the GPU holds
   bool overlap = true;  // the kernel may be launched while the one before it ends
@@ -36,7 +36,7 @@ struct ExchangeParams {
   bool pushed = false;  // the attention kernel pushes if it can, as AttentionKernels::attend sets;
                         // the same on all ranks, since `automatic` depends on it
   std::uint32_t run = 0;                    // comm::RunName::run, for the report
-  const std::uint64_t* contents = nullptr;  // SayParams
+  const std::uint64_t* contents = nullptr;  // RunDigestParams
 };
 
 }  // namespace longspan::kernels

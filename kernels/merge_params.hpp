@@ -31,7 +31,7 @@ struct OutScale {
 /// run. If one differs from this rank's, they are of different runs: a merge then writes no result,
 /// and reports it. On the host the transport compares, and merges do not read them.
 struct RunHeaders {
-  const std::uint64_t* said = nullptr;  // [ranks]; null: nothing is compared
+  const std::uint64_t* digests = nullptr;  // [ranks]; null: nothing is compared
   int rank = 0;
   int ranks = 1;
   std::uint32_t run = 0;            // comm::RunName::run
@@ -40,7 +40,7 @@ struct RunHeaders {
 
   LONGSPAN_HD int differing() const {
     for (int p = 0; p < ranks; ++p)
-      if (said[p] != said[rank]) return p;
+      if (digests[p] != digests[rank]) return p;
     return -1;
   }
   /// The report is one word, so that it is read atomically: the run, and 1 + the rank that differs.

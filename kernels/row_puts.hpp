@@ -43,8 +43,8 @@ struct RowPuts {
   std::int64_t units = 0;        // of a piece: unit u is part u / blocks of the block u % blocks
 
   PutRanks among;
-  SayParams say;  // this rank's report of the run (RunHeaders); with `said` null none
-  std::uint64_t* words[PeerView::kMostRanks] = {};  // its address on each rank, this one included
+  RunDigestParams digest;  // this rank's, of the run (RunHeaders); with `to` null none
+  std::uint64_t* digests[PeerView::kMostRanks] = {};  // its address on each rank, this one included
   unsigned* done = nullptr;  // [kMostPieces] warps that are done with a piece; 0 between runs
 
   /// Adds a copy that is split into parts of `part_width` bytes of a row.

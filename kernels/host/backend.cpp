@@ -56,7 +56,9 @@ class HostBackend final : public Backend {
   }
   void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
-  void say(const SayParams& p, Stream) const override { *p.said = said(p.hash, p.contents); }
+  void write_run_digest(const RunDigestParams& p, Stream) const override {
+    *p.to = run_digest(p.hash, p.contents);
+  }
   std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
     return std::shared_ptr<std::byte>(new std::byte[bytes](), std::default_delete<std::byte[]>());
   }

@@ -28,22 +28,22 @@ void AgreedRuns::allocate(const kernels::AttentionKernels& kernels, bool content
 }
 
 void AgreedRuns::lay_out(Parts& memory) {
-  said_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(comm_.size()));
+  digests_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(comm_.size()));
 }
 
 AgreedRuns::Begun AgreedRuns::begin(const RunDescription& description, Stream stream) {
   const std::uint32_t run = history_->add(description);
   comm_.begin({layer_, run});
   Begun begun;
-  begun.say = {kernels::mix(history_->hash() + run) + description.hash(), nullptr,
-               said_ + comm_.rank()};
+  begun.own_digest = {kernels::mix(history_->hash() + run) + description.hash(), nullptr,
+                      digests_ + comm_.rank()};
   if (std::uint64_t* words = history_->words(run)) {
     const kernels::DigestParams arrays = description.arrays(words, run);
     kernels_->digest(arrays, stream);
-    begun.say.contents = words + arrays.count;
+    begun.own_digest.contents = words + arrays.count;
   }
-  begun.said = said_;
-  begun.headers = {said_, comm_.rank(), comm_.size(), run, report_.get()};
+  begun.digests = digests_;
+  begun.headers = {digests_, comm_.rank(), comm_.size(), run, report_.get()};
   return begun;
 }
 

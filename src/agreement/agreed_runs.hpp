@@ -36,9 +36,10 @@ class AgreedRuns {
 
   /// Arguments for the kernels and collectives of a run.
   struct Begun {
-    kernels::SayParams say;         // for AttentionKernels::say, before the first exchange
-    std::uint64_t* said = nullptr;  // [ranks] for the collectives that exchange
-    kernels::RunHeaders headers;    // for the merge of gathered states
+    kernels::RunDigestParams
+        own_digest;  // for AttentionKernels::write_run_digest, before the first exchange
+    std::uint64_t* digests = nullptr;  // [ranks] for the collectives that exchange
+    kernels::RunHeaders headers;       // for the merge of gathered states
   };
   /// Announces the next run to the transport, and queues the digest of its arrays.
   Begun begin(const RunDescription& description, Stream stream);
@@ -68,7 +69,7 @@ class AgreedRuns {
   const char* call_;
   std::shared_ptr<RunHistory> history_;    // the last runs, as this rank was asked for them
   std::shared_ptr<std::uint64_t> report_;  // [1] RunHeaders::reported
-  std::uint64_t* said_ = nullptr;          // [ranks]
+  std::uint64_t* digests_ = nullptr;       // [ranks]
   std::uint32_t layer_ = 0;
 };
 

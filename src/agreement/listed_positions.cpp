@@ -46,8 +46,8 @@ ListedPositions::ListedPositions(comm::Transport& comm, const Options& options)
       rows_(options.queries && options.queries->layout == Layout::listed) {
   if (!(keys_ || rows_)) return;
   if (comm.device() != Device::host && !options.debug.check_arrays) return;
-  said_.resize(static_cast<std::size_t>(comm.size()));
-  keys_of_rank_.resize(said_.size());
+  reports_.resize(static_cast<std::size_t>(comm.size()));
+  keys_of_rank_.resize(reports_.size());
 }
 
 bool ListedPositions::read(const Run& run, Tables& tables) {
@@ -76,12 +76,12 @@ bool ListedPositions::read(const Run& run, Tables& tables) {
 
 template <class T>
 void ListedPositions::gather(const T* send, std::size_t count, T* recv, Stream stream,
-                             const char* step, std::uint64_t* said) const {
+                             const char* step, std::uint64_t* digests) const {
   const std::size_t bytes = count * sizeof(T);
   if (comm_.size() == 1) {
     std::copy_n(send, send == recv ? 0 : count, recv);
   } else if (comm_.device() == Device::host) {
-    comm_.all_gather(send, recv, bytes, stream, step, said);
+    comm_.all_gather(send, recv, bytes, stream, step, digests);
   } else {
     const std::vector<std::string> all =
         comm_.gather(std::string(reinterpret_cast<const char*>(send), bytes), step);
@@ -91,8 +91,9 @@ void ListedPositions::gather(const T* send, std::size_t count, T* recv, Stream s
 }
 
 bool ListedPositions::agree_on_length(std::int64_t most) const {
-  return std::all_of(said_.begin(), said_.end(), [&](const Said& said) {
-    return said.length == said_[0].length && said.length >= 0 && (most == 0 || said.length <= most);
+  return std::all_of(reports_.begin(), reports_.end(), [&](const Report& report) {
+    return report.length == reports_[0].length && report.length >= 0 &&
+           (most == 0 || report.length <= most);
   });
 }
 
@@ -100,21 +101,21 @@ void ListedPositions::check(Pass& pass) {
   const Run& run = pass.run;
   Tables tables;
   if (!read(run, tables)) return;
-  Said& own = said_[static_cast<std::size_t>(comm_.rank())];
+  Report& own = reports_[static_cast<std::size_t>(comm_.rank())];
   own = {};
   if (keys_) own.keys = sums_of(tables.keys);
   if (rows_) own.rows = sums_of(tables.rows);
   own.length = tables.length;
-  gather(&own, 1, said_.data(), run.stream, "sums of listed positions", pass.said);
+  gather(&own, 1, reports_.data(), run.stream, "sums of listed positions", pass.digests);
   const bool on_host = comm_.device() == Device::host;
-  if (on_host) pass.said = nullptr;
+  if (on_host) pass.digests = nullptr;
   // The checks of arrays and of the run report what is wrong with lengths.
   if (!on_host && !agree_on_length(run.attend.max_kv_len)) return;
-  Said all;
-  for (std::size_t p = 0; p < said_.size(); ++p) {
-    all.keys.add(said_[p].keys);
-    all.rows.add(said_[p].rows);
-    keys_of_rank_[p] = said_[p].keys.count;
+  Report all;
+  for (std::size_t p = 0; p < reports_.size(); ++p) {
+    all.keys.add(reports_[p].keys);
+    all.rows.add(reports_[p].rows);
+    keys_of_rank_[p] = reports_[p].keys.count;
   }
   const std::int64_t length = tables.length, tokens = run.args.total_tokens;
   if (keys_ && all.keys != whole_keys_.of(length))
@@ -126,13 +127,13 @@ void ListedPositions::check(Pass& pass) {
 void ListedPositions::find(const char* name, std::span<const std::int64_t> table,
                            std::int64_t length, std::int64_t listed, Stream stream) const {
   constexpr std::int64_t kParts = 64;
-  std::vector<Sums> parts(said_.size() * kParts);  // [ranks, kParts]
+  std::vector<Sums> parts(reports_.size() * kParts);  // [ranks, kParts]
   const auto own =
       std::span(parts).subspan(static_cast<std::size_t>(comm_.rank()) * kParts, kParts);
   std::int64_t begin = 0, end = length, step = 0;
   const auto is_right = [&](std::size_t part) {
     Sums found, wanted;
-    for (std::size_t p = 0; p < said_.size(); ++p) found.add(parts[p * kParts + part]);
+    for (std::size_t p = 0; p < reports_.size(); ++p) found.add(parts[p * kParts + part]);
     for (std::int64_t position = begin; position < begin + step; ++position) wanted.add(position);
     return found == wanted;
   };
@@ -150,7 +151,7 @@ void ListedPositions::find(const char* name, std::span<const std::int64_t> table
     end = std::min(begin + step, end);
   }
   std::vector<std::string> who;
-  for (std::size_t p = 0; p < said_.size(); ++p)
+  for (std::size_t p = 0; p < reports_.size(); ++p)
     if (const std::int64_t times = parts[p * kParts + part].count; times > 0)
       who.push_back(fmt::format("rank {}{}", comm_.name_of(static_cast<int>(p)),
                                 times > 1 ? fmt::format(" {} times", times) : ""));

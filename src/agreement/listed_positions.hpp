@@ -29,7 +29,7 @@ class ListedPositions {
   ListedPositions(comm::Transport& comm, const Options& options);
 
   /// False if no run has a listed table of keys or queries that is read.
-  bool are_checked() const { return !said_.empty(); }
+  bool are_checked() const { return !reports_.empty(); }
 
   /// [ranks] number of keys that each rank lists in the last checked run; null if no keys are
   /// listed, and on GPUs.
@@ -54,7 +54,7 @@ class ListedPositions {
     }
   };
   /// What a rank reports of its tables.
-  struct Said {
+  struct Report {
     Sums keys, rows;
     std::int64_t length = 0;  // of the sequence
   };
@@ -81,7 +81,7 @@ class ListedPositions {
   /// recv [ranks, count] = every rank's `send`. `said`: as in Transport::all_gather.
   template <class T>
   void gather(const T* send, std::size_t count, T* recv, Stream stream, const char* step,
-              std::uint64_t* said = nullptr) const;
+              std::uint64_t* digests = nullptr) const;
 
   static Sums sums_of(std::span<const std::int64_t> table);
   /// Throws, on every rank, with the first position that is not listed exactly once.
@@ -91,7 +91,7 @@ class ListedPositions {
   comm::Transport& comm_;
   bool keys_;                               // are listed
   bool rows_;                               // keys are listed
-  std::vector<Said> said_;                  // rows of sharded queries are listed
+  std::vector<Report> reports_;             // rows of sharded queries are listed
   std::vector<std::int64_t> keys_of_rank_;  // [ranks]
   Whole whole_keys_, whole_rows_;
   std::vector<std::int64_t> key_table_, row_table_;  // host copies of tables on a GPU

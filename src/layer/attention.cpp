@@ -113,8 +113,8 @@ struct Attention::Impl {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
         runs->begin({pass.run.args, options, world.device() == Device::host}, pass.run.stream);
-    pass.say = begun.say;
-    pass.said = begun.said;
+    pass.own_digest = begun.own_digest;
+    pass.digests = begun.digests;
     pass.merge.headers = begun.headers;
   }
 
@@ -122,7 +122,7 @@ struct Attention::Impl {
   void check_listed(Pass& pass) {
     if (!listed->are_checked()) return;
     pass.run.enter(Phase::exchange);
-    if (world.device() == Device::host) pass.say_to(*kernels);
+    if (world.device() == Device::host) pass.write_own_digest(*kernels);
     listed->check(pass);
   }
 

@@ -218,13 +218,13 @@ struct CrossRankMerge::Impl {
     const int rank = world.rank();
     const AgreedRuns::Begun begun =
         runs->begin({args, options, world.device() == Device::host}, stream);
-    kernels->say(begun.say, stream);
+    kernels->write_run_digest(begun.own_digest, stream);
     std::byte* from = options.scatter_heads ? leaving : slots + rank * slot.bytes;
     pack(args, slot, from, stream);
     if (options.scatter_heads)
-      comm.all_to_all(from, slots, bytes, stream, "exchange of results", begun.said);
+      comm.all_to_all(from, slots, bytes, stream, "exchange of results", begun.digests);
     else
-      comm.all_gather(from, slots, bytes, stream, "gather of results", begun.said);
+      comm.all_gather(from, slots, bytes, stream, "gather of results", begun.digests);
     if (has_scales()) comm.all_gather(args.part_scale.data, scales, 4, stream, "gather of scales");
     merge_slots(args, slot, begun.headers, stream);
   }

@@ -162,9 +162,9 @@ struct Reshard::Impl {
     pack(from, stream);
     if (world.size() == 1) return unpack(0, to, {}, stream);
     const AgreedRuns::Begun begun = agreed->begin({}, stream);
-    kernels->say(begun.say, stream);
+    kernels->write_run_digest(begun.own_digest, stream);
     comm::Transfer word =
-        comm::transport_of(world).start_compare(begun.said, stream, steps[0].c_str());
+        comm::transport_of(world).start_compare(begun.digests, stream, steps[0].c_str());
     for (int d = 1; d < world.size(); ++d) start_transfer(d, stream);
     word.wait(stream);
     unpack(0, to, begun.headers, stream);

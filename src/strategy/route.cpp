@@ -11,30 +11,30 @@ class RingMaker {
 
   void make() {
     list_moves();
-    begin_words();
+    begin_compare();
     for (int s = 0; s < ring_.ranks;) {
-      const bool ends = s == last_ && !ring_.goes_home;
-      if (ends) hear_all(s);
+      const bool ends = s == last_ && !ring_.returns_results;
+      if (ends) await_all_digests(s);
       const int next = ends && ring_.by_copy_engines ? ring_.ranks : next_of(s);
       visit_beside(s, next);
-      if (ring_.goes_home && s > 0) send_home(s);
+      if (ring_.returns_results && s > 0) send_results(s);
       if (next < ring_.ranks) {
-        hear();
-        route_.wait(out(next));
+        await_digests();
+        route_.wait(block_move(next));
       }
       s = next;
     }
-    if (!ring_.goes_home) return;
-    hear();
+    if (!ring_.returns_results) return;
+    await_digests();
     for (int slot = 0; slot < kResultSlots; ++slot) free_result(slot);
     route_.finish();
   }
 
  private:
   // Indices of moves: by distance, words last.
-  int out(int s) const { return s - 1; }
-  int home(int s) const { return ring_.ranks - 1 + s - 1; }
-  const Move& move(int s) const { return route_.moves[static_cast<std::size_t>(out(s))]; }
+  int block_move(int s) const { return s - 1; }
+  int result_move(int s) const { return ring_.ranks - 1 + s - 1; }
+  const Move& move(int s) const { return route_.moves[static_cast<std::size_t>(block_move(s))]; }
   bool moves(int s) const { return move(s).sends || move(s).receives; }
   bool attends(int s) const { return s == 0 || move(s).receives; }
   int rank_at(int distance) const { return (ring_.rank + distance + ring_.ranks) % ring_.ranks; }
@@ -42,41 +42,41 @@ class RingMaker {
   void list_moves() {
     int came = 0;
     for (int s = 1; s < ring_.ranks; ++s) {
-      Move block{.distance = s, .has_words = ring_.by_copy_engines};
+      Move block{.distance = s, .has_digests = ring_.by_copy_engines};
       block.sends = is_wanted_(ring_.rank, rank_at(s));
       block.receives = is_wanted_(rank_at(-s), ring_.rank);
       block.slot = ring_.first_slot + (ring_.by_copy_engines ? s - 1 : came) % ring_.slots;
       if (block.receives) ++came, last_ = s;
       route_.add(block);
     }
-    for (int s = 1; ring_.goes_home && s < ring_.ranks; ++s)
-      route_.add({.what = Move::home,
+    for (int s = 1; ring_.returns_results && s < ring_.ranks; ++s)
+      route_.add({.what = Move::results,
                   .distance = ring_.ranks - s,
                   .sends = move(s).receives,
                   .receives = move(s).sends,
                   .slot = s % kResultSlots});
-    words_ = route_.add({.what = Move::words, .has_words = true});
+    digests_ = route_.add({.what = Move::digests, .has_digests = true});
   }
 
-  void begin_words() {
-    heard_ = ring_.by_copy_engines || ring_.words_first;
-    if (ring_.words_first)
-      route_.exchange(words_);
+  void begin_compare() {
+    has_compared_ = ring_.by_copy_engines || ring_.digests_first;
+    if (ring_.digests_first)
+      route_.exchange(digests_);
     else if (!ring_.by_copy_engines)
-      route_.start(words_);
+      route_.start(digests_);
   }
   /// Waits for the ranks' reports of the run, once, if no block brings them.
-  void hear() {
-    if (!heard_) route_.wait(words_);
-    heard_ = true;
+  void await_digests() {
+    if (!has_compared_) route_.wait(digests_);
+    has_compared_ = true;
   }
   /// The same if blocks bring the reports. All blocks then move, because the result needs the
   /// reports of all ranks.
-  void hear_all(int s) {
-    hear();
+  void await_all_digests(int s) {
+    await_digests();
     for (++s; ring_.by_copy_engines && s < ring_.ranks; ++s) {
       if (s > started_) start(s);
-      route_.wait(out(s));
+      route_.wait(block_move(s));
     }
   }
 
@@ -84,14 +84,14 @@ class RingMaker {
   /// Moves home are interleaved with others, in the same order on all ranks, so no step is skipped
   /// there.
   int next_of(int s) const {
-    const bool skips = !ring_.by_copy_engines && !ring_.goes_home;
+    const bool skips = !ring_.by_copy_engines && !ring_.returns_results;
     do ++s;
     while (s < ring_.ranks && skips && !moves(s));
     return s;
   }
 
   void start(int s) {
-    route_.start(out(s));
+    route_.start(block_move(s));
     started_ = s;
   }
 
@@ -110,7 +110,7 @@ class RingMaker {
     };
     if (sets_out && !behind && !early) start_next();
     if (attends(s))
-      visit(s, next < ring_.ranks && !behind ? out(next) : -1, early ? end - next : 0);
+      visit(s, next < ring_.ranks && !behind ? block_move(next) : -1, early ? end - next : 0);
     if (behind || early) start_next();
   }
 
@@ -122,17 +122,17 @@ class RingMaker {
                             .result_slot = s % kResultSlots,
                             .beside = beside,
                             .early = early,
-                            .ends = s == last_ && !ring_.goes_home});
+                            .ends = s == last_ && !ring_.returns_results});
   }
 
   /// Waits until the result of a guest has left its slot.
   void free_result(int slot) {
-    if (leaving_[slot] > 0) route_.wait(home(leaving_[slot]));
+    if (leaving_[slot] > 0) route_.wait(result_move(leaving_[slot]));
     leaving_[slot] = 0;
   }
-  void send_home(int s) {
+  void send_results(int s) {
     free_result(s % kResultSlots);
-    route_.start(home(s));
+    route_.start(result_move(s));
     leaving_[s % kResultSlots] = s;
   }
 
@@ -141,10 +141,10 @@ class RingMaker {
   const Ring& ring_;
   const IsWanted& is_wanted_;
   Route& route_;
-  int words_ = 0;
+  int digests_ = 0;
   int last_ = 0;     // the step of the last guest; 0: there is none
   int started_ = 0;  // the last step whose moves have started
-  bool heard_ = false;
+  bool has_compared_ = false;
   int leaving_[kResultSlots] = {};  // the step whose result leaves from a slot; 0: none
 };
 
@@ -175,7 +175,7 @@ namespace {
 
 /// Every block by itself, all at once; the ranks' reports go before them.
 void gather_by_shifts(const Gather& gather, Route& route) {
-  route.start(route.add({.what = Move::words, .has_words = true}));
+  route.start(route.add({.what = Move::digests, .has_digests = true}));
   for (int s = 1; s < gather.ranks; ++s) route.start(route.add({.distance = s, .slot = s}));
   for (int move = 0; move < gather.ranks; ++move) route.wait(move);
 }
@@ -186,19 +186,19 @@ void make_gather(const Gather& gather, Route& route) {
   route.clear();
   if (gather.parts == 0) gather_by_shifts(gather, route);
   for (int part = 0; part < gather.parts; ++part) {
-    const int move = route.add({.part = part, .has_words = true});
+    const int move = route.add({.part = part, .has_digests = true});
     if (gather.beside)
       route.start(move);
     else
       route.exchange(move);
   }
-  const bool ends = gather.parts_home == 0;
+  const bool ends = gather.result_parts == 0;
   route.steps.push_back(
       {.kind = Step::visit, .guest = Step::kAll, .beside = gather.beside ? 0 : -1, .ends = ends});
   if (gather.beside) route.wait(0);
   if (ends) return;
-  for (int part = 0; part < gather.parts_home; ++part)
-    route.exchange(route.add({.what = Move::home, .part = part}));
+  for (int part = 0; part < gather.result_parts; ++part)
+    route.exchange(route.add({.what = Move::results, .part = part}));
   route.finish();
 }
 

@@ -20,16 +20,16 @@ namespace longspan {
 /// A transfer in which this rank takes part.
 struct Move {
   enum What : std::uint8_t {
-    words,  // only each rank's report of the run
-    out,    // blocks
-    home,   // results of guests, to the ranks that own these
+    digests,  // only each rank's digest of the run
+    blocks,
+    results,  // of guests, to the ranks that own these
   };
-  What what = out;
+  What what = blocks;
   int distance = 0;   // to rank + distance and from rank - distance; 0: between all ranks at once
   int part = 0;       // of blocks whose parts do not all travel together
   bool sends = true;  // this rank's block, or the result of the guest
   bool receives = true;  // the guest, or the result of this rank's block
-  bool has_words = false;
+  bool has_digests = false;
   int slot = 0;  // of an arriving guest, or of the leaving result of a guest
 };
 
@@ -43,7 +43,7 @@ struct Step {
   int move = 0;         // for start and wait: an index of Route::moves
   int guest = kOwn;     // for a visit: the distance of its rank, or one of the two constants above
   int slot = 0;         // the slot of that guest
-  int result_slot = 0;  // the slot of its result, if that goes home
+  int result_slot = 0;  // the slot of its result, if that is returned
   int beside = -1;      // for a visit: the move that continues meanwhile
   int early = 0;        // for a visit: the number of moves of the next steps that begin beside it
   bool ends = false;    // for a visit: it writes the result; otherwise a finish does
@@ -84,19 +84,19 @@ struct Ring {
   // know the slot, so the step alone determines it, and words travel with the blocks. If each step
   // has its own slot, all blocks start at once.
   bool by_copy_engines = false;
-  bool words_first = false;  // nothing else moves until they are compared
-  bool goes_home = false;    // the result of a guest does, and a finish makes the result of all
+  bool digests_first = false;    // nothing else moves until they are compared
+  bool returns_results = false;  // those of guests go to their ranks, and a finish folds them
 };
 void make_ring(const Ring& ring, const IsWanted& is_wanted, Route& route);
 
 /// Blocks that arrive from all ranks, followed by one visit to all of them.
 struct Gather {
   int ranks = 1;
-  int parts = 0;        // that arrive one after another, each between all ranks at once; 0: every
-                        // block arrives by itself, whole, into the slot of its distance
-  int parts_home = 0;   // the same for the results of the visit; a finish follows
-  bool beside = false;  // all parts arrive in one move during the visit, which waits for what it
-                        // reads, piece by piece
+  int parts = 0;         // that arrive one after another, each between all ranks at once; 0: every
+                         // block arrives by itself, whole, into the slot of its distance
+  int result_parts = 0;  // the same for the results of the visit; a finish follows
+  bool beside = false;   // all parts arrive in one move during the visit, which waits for what it
+                         // reads, piece by piece
 };
 void make_gather(const Gather& gather, Route& route);
 

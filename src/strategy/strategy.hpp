@@ -75,25 +75,25 @@ struct Pass {
   kernels::AttendParams attend;
   kernels::MergeParams merge;
 
-  // This rank's report of its run: the kernel `say` writes it to said[rank], and it travels with
-  // the data.
-  kernels::SayParams say;
-  std::uint64_t* said = nullptr;  // [ranks]; null: already compared
+  // This rank's agreement digest of its run: a kernel writes it to digests[rank], and it travels
+  // with the data.
+  kernels::RunDigestParams own_digest;
+  std::uint64_t* digests = nullptr;  // [ranks]; null: already compared
 
   // Whether the rows of all ranks see this rank's keys, not only its own. Pages are then checked
   // for the needs of all of them.
   bool keys_travel = false;
 
-  /// Sends words into memory that other GPUs write; the kernel that writes the result compares them
-  /// there.
-  void compare_in(std::uint64_t* words, int rank) {
-    say.said = words + rank;
-    said = words;
-    merge.headers.said = words;
+  /// Sends digests into memory that other GPUs write; the kernel that writes the result compares
+  /// them there.
+  void compare_in(std::uint64_t* all, int rank) {
+    own_digest.to = all + rank;
+    digests = all;
+    merge.headers.digests = all;
   }
-  /// Writes this rank's report, if the strategy has several ranks to compare.
-  void say_to(const kernels::AttentionKernels& with) const {
-    if (said != nullptr) with.say(say, run.stream);
+  /// Writes this rank's digest, if the strategy has several ranks to compare.
+  void write_own_digest(const kernels::AttentionKernels& with) const {
+    if (digests != nullptr) with.write_run_digest(own_digest, run.stream);
   }
 
   /// Queues the attention and the phase that ends it.

@@ -88,14 +88,14 @@ class LateRows {
   /// run.
   Result run(const std::vector<std::uint64_t>& words) {
     OwnStream computes, sends;
-    const OnGpu<std::uint64_t> said(words);
+    const OnGpu<std::uint64_t> digests(words);
     const kernels::sm90::Finished finished = finished_rows();
-    send_digest(said, shard_.rank, computes);
+    send_digest(digests, shard_.rank, computes);
     kernels::sm90::attend(params(), finished, 0, computes);
     if (count_rows(own(keys_)) < keys()) computes.expect_waits();
     for (std::size_t piece = 0; piece <= pieces_; ++piece)
       for (int rank = 0; rank < shard_.ranks; ++rank) {
-        if (piece == 0 && rank != shard_.rank) send_digest(said, rank, sends);
+        if (piece == 0 && rank != shard_.rank) send_digest(digests, rank, sends);
         send(piece, rank, sends);
       }
     sends.wait();
@@ -119,10 +119,10 @@ class LateRows {
       const int rank = (shard_.rank + i) % shard_.ranks;
       const cudaStream_t stream = rank == shard_.rank ? computes : puts[at(rank)];
       kernels::RowPuts put = puts_of(rank, done.data() + rank * kernels::RowPuts::kMostPieces);
-      put.say = {equal_words()[at(rank)], nullptr, words_.data() + rank};
+      put.digest = {equal_words()[at(rank)], nullptr, words_.data() + rank};
       for (int p = 0; p < shard_.ranks; ++p)
-        put.words[p] = p == shard_.rank ? words_.data() + rank
-                                        : words_elsewhere.data() + p * shard_.ranks + rank;
+        put.digests[p] = p == shard_.rank ? words_.data() + rank
+                                          : words_elsewhere.data() + p * shard_.ranks + rank;
       put.beside = true;
       backend->put_rows(put, {stream});
     }
@@ -282,8 +282,8 @@ class LateRows {
         copy_heads(*to, *from, one, c_.kv_heads, kv(begin), kv(end), stream);
   }
 
-  void send_digest(const OnGpu<std::uint64_t>& said, int rank, cudaStream_t stream) {
-    EXPECT_EQ(cudaMemcpyAsync(words_.data() + rank, said.data() + rank, sizeof(std::uint64_t),
+  void send_digest(const OnGpu<std::uint64_t>& digests, int rank, cudaStream_t stream) {
+    EXPECT_EQ(cudaMemcpyAsync(words_.data() + rank, digests.data() + rank, sizeof(std::uint64_t),
                               cudaMemcpyDeviceToDevice, stream),
               cudaSuccess);
   }

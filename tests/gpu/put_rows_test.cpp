@@ -73,9 +73,9 @@ class PutRows : public OnDevice {
     puts.among = among(flags, ranks, rank);
     puts.done = done.data();
     if (says)
-      puts.say = {kHash, contents.data(), words[static_cast<std::size_t>(rank)].data() + rank};
+      puts.digest = {kHash, contents.data(), words[static_cast<std::size_t>(rank)].data() + rank};
     for (std::size_t p = 0; p < count; ++p) {
-      puts.words[p] = words[p].data() + rank;
+      puts.digests[p] = words[p].data() + rank;
     }
     for (std::size_t i = 0; i < shapes.size(); ++i) {
       const auto at = static_cast<std::size_t>(shapes[i].to);
@@ -101,9 +101,10 @@ class PutRows : public OnDevice {
       SCOPED_TRACE("at rank " + std::to_string(p));
       EXPECT_EQ(to[p].values(), expected[p]);
       expect_equal(found[p], counted[p]);
-      std::vector<std::uint64_t> said(count, ~std::uint64_t{0});
-      if (says) said[static_cast<std::size_t>(rank)] = kernels::said(kHash, &seventy_seven);
-      EXPECT_EQ(words[p].values(), said);
+      std::vector<std::uint64_t> digests(count, ~std::uint64_t{0});
+      if (says)
+        digests[static_cast<std::size_t>(rank)] = kernels::run_digest(kHash, &seventy_seven);
+      EXPECT_EQ(words[p].values(), digests);
     }
     EXPECT_THAT(done.values(), ::testing::Each(0u));
   }

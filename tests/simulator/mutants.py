@@ -562,7 +562,7 @@ MUTANTS = [
            new=""),
     Mutant("arrivals-words-unawaited", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "arrivals",
            "What ranks say of the run is compared before it has come.",
-           old="    if (call_.arrivals && call_.finished.headers.said != nullptr) await_words(call_.arrivals);\n",
+           old="    if (call_.arrivals && call_.finished.headers.digests != nullptr) await_digests(call_.arrivals);\n",
            new=""),
     Mutant("arrivals-unpublished", "kernels/cuda/hopper/attend_sm90_block.cuh", "arrivals",
            "TMA reads keys whose arrival it has not been told of.",

@@ -34,8 +34,8 @@ __global__ __launch_bounds__(kThreads) void digest_kernel(const __grid_constant_
   static_cast<volatile std::uint64_t*>(p.words)[p.count + 1] = p.stamp;
 }
 
-__global__ void say_kernel(const __grid_constant__ SayParams p) {
-  *p.said = said(p.hash, p.contents);
+__global__ void run_digest_kernel(const __grid_constant__ RunDigestParams p) {
+  *p.to = run_digest(p.hash, p.contents);
 }
 
 }  // namespace
@@ -44,8 +44,8 @@ void digest(const DigestParams& p, cudaStream_t stream) {
   launch_kernel(digest_kernel, {dim3(1), dim3(kThreads), stream}, p);
 }
 
-void say(const SayParams& p, cudaStream_t stream) {
-  launch_kernel(say_kernel, {dim3(1), dim3(1), stream}, p);
+void write_run_digest(const RunDigestParams& p, cudaStream_t stream) {
+  launch_kernel(run_digest_kernel, {dim3(1), dim3(1), stream}, p);
 }
 
 }  // namespace longspan::kernels::cuda

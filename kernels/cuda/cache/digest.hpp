@@ -8,6 +8,6 @@
 namespace longspan::kernels::cuda {
 
 void digest(const DigestParams& params, cudaStream_t stream);
-void say(const SayParams& params, cudaStream_t stream);
+void write_run_digest(const RunDigestParams& params, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

@@ -62,7 +62,7 @@ void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
 }  // namespace
 
 void move_keys(const MoveKeysParams& p, cudaStream_t stream) {
-  if (p.count <= 0 && p.headers.said == nullptr) return;
+  if (p.count <= 0 && p.headers.digests == nullptr) return;
   move(p, false, stream);
   if (p.from.v.data != nullptr && p.to.v.data != nullptr) move(p, true, stream);
 }

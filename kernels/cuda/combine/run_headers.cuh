@@ -8,7 +8,7 @@ namespace longspan::kernels::cuda {
 /// Whether the gathered data belongs to different runs. One thread of the grid then reports it: of
 /// those with `reports`, the one in the first block. Nothing else may be written then.
 __device__ inline bool are_of_different_runs(const RunHeaders& headers, bool reports) {
-  if (headers.said == nullptr) return false;
+  if (headers.digests == nullptr) return false;
   const int other = headers.differing();
   if (other < 0) return false;
   if (blockIdx.x == 0 && reports) {

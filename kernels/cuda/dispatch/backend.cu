@@ -123,7 +123,9 @@ class CudaBackend final : public Backend {
   void digest(const DigestParams& p, Stream stream) const override {
     cuda::digest(p, stream_of(stream));
   }
-  void say(const SayParams& p, Stream stream) const override { cuda::say(p, stream_of(stream)); }
+  void write_run_digest(const RunDigestParams& p, Stream stream) const override {
+    cuda::write_run_digest(p, stream_of(stream));
+  }
   std::shared_ptr<std::byte> shared_memory(std::size_t bytes) const override {
     void* memory = nullptr;  // host and device use the same address
     LONGSPAN_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable | cudaHostAllocMapped));

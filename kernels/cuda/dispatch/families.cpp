@@ -70,7 +70,7 @@ constexpr CudaFamily planned(const char* queries, const char* heads, const char*
                        Stream stream) { return attend_planned(kId, p, kind, result, stream); },
           .finishes =
               [](const AttendParams& p, const MergeParams& m) {
-                const bool compares = m.headers.said != nullptr;  // as a merge does, but no fold
+                const bool compares = m.headers.digests != nullptr;  // as a merge does, but no fold
                 return p.resume || p.parts || compares ? Ends::in_states : Ends::by_fold;
               }};
 }

@@ -16,7 +16,7 @@ __device__ inline unsigned thread() {
 /// A rank's header of its exchange: 16 bytes with the epoch once in each eight, since memory moves
 /// eight as a unit.
 __device__ inline uint4 header_of(const ExchangeParams& p, std::uint32_t epoch) {
-  const std::uint64_t word = said(p.hash, p.contents);
+  const std::uint64_t word = run_digest(p.hash, p.contents);
   return {static_cast<std::uint32_t>(word), epoch, static_cast<std::uint32_t>(word >> 32), epoch};
 }
 __device__ inline bool has_arrived(uint4 header, std::uint32_t epoch) {

@@ -95,8 +95,8 @@ class Putter {
   }
 
   __device__ void put_word() {
-    if (puts_.say.said != nullptr && lane_ < puts_.among.ranks)
-      arch::store_whole(puts_.words[lane_], said(puts_.say.hash, puts_.say.contents));
+    if (puts_.digest.to != nullptr && lane_ < puts_.among.ranks)
+      arch::store_whole(puts_.digests[lane_], run_digest(puts_.digest.hash, puts_.digest.contents));
     count(1);
   }
 

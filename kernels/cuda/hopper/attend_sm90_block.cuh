@@ -82,7 +82,7 @@ __device__ inline void await_rank(const KeyArrivals& arrivals, int rank, std::ui
 
 /// One thread waits until every rank has reported its run, including this one, which reports it at
 /// the same time.
-__device__ inline void await_words(const KeyArrivals& arrivals) {
+__device__ inline void await_digests(const KeyArrivals& arrivals) {
   const std::uint64_t before = here_before(arrivals);
   for (int rank = 0; rank < arrivals.ranks; ++rank) await_rank(arrivals, rank, before + 1);
 }

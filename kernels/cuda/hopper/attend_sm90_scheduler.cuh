@@ -99,7 +99,7 @@ class Scheduler {
 
   __device__ __forceinline__ void run() {
     if (lane_ == 0) shared_.key_positions.sequence = -1;
-    if (call_.arrivals && call_.finished.headers.said != nullptr) await_words(call_.arrivals);
+    if (call_.arrivals && call_.finished.headers.digests != nullptr) await_digests(call_.arrivals);
     const bool differs = cuda::are_of_different_runs(call_.finished.headers, lane_ == 0);
     for (unsigned index = differs ? call_.work_tiles : blockIdx.x; index < call_.work_tiles;) {
       shared_.work_empty[work_.stage].wait(work_.parity ^ 1);

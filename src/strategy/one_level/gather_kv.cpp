@@ -75,7 +75,7 @@ class GatherKv final : public Strategy {
     run.enter(Phase::attend);
     if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
     if (puts_->queue(pass, copied_keys())) return;
-    pass.say_to(layer_.kernels);
+    pass.write_own_digest(layer_.kernels);
     keys_.begin(pass);
     run.enter(Phase::exchange);
     Forward forward(*this, pass, find_starts(run));
@@ -207,7 +207,7 @@ class GatherKv final : public Strategy {
     }
     layer_.comm.all_gather(mine, gathered_.*side, static_cast<std::size_t>(most * row_bytes),
                            run.stream, part == 0 ? "gather of keys" : "gather of values",
-                           pass.said);
+                           pass.digests);
     for (int p = 0; p < ranks(); ++p)
       keys_.copy_in_order(run, p, p == rank ? own : slot(p), only(ordered_));
   }

@@ -77,7 +77,7 @@ class GatherStates final : public Strategy {
     const bool alone = layer_.comm.size() == 1;  // then no state has to travel
     const kernels::StateSlots& states = pass.attend.state;
     const bool by_peer_buffers = peers_ != nullptr && states.rows <= peer_buffer_rows_;
-    if (!alone && !by_peer_buffers) pass.say_to(kernels);
+    if (!alone && !by_peer_buffers) pass.write_own_digest(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
       rows_.gather(pass);
@@ -91,7 +91,7 @@ class GatherStates final : public Strategy {
     run.enter(Phase::exchange);
     layer_.comm.all_gather(states.data + pass.attend.slot * states.slot_bytes(), states.data,
                            static_cast<std::size_t>(states.slot_bytes()), run.stream,
-                           "gather of states", pass.said);
+                           "gather of states", pass.digests);
 
     run.enter(Phase::merge);
     kernels.merge(pass.merge, run.stream);
@@ -102,8 +102,8 @@ class GatherStates final : public Strategy {
     layer_.comm.check("attention");  // no collective checks it here; the step is that of
                                      // Attention::wait
     kernels::ExchangeParams exchange{*peers_, pass.merge, peer_buffer_rows_};
-    exchange.hash = pass.say.hash;
-    exchange.contents = pass.say.contents;
+    exchange.hash = pass.own_digest.hash;
+    exchange.contents = pass.own_digest.contents;
     exchange.run = pass.merge.headers.run;
     exchange.apart = layer_.options.exchange == Exchange::peer_buffers_apart;
     return exchange;

@@ -55,7 +55,7 @@ class Heads final : public Strategy {
     pass.run.enter(Phase::attend);
     if (!exchange_) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
     if (puts_->queue(pass)) return;
-    pass.say_to(layer_.kernels);
+    pass.write_own_digest(layer_.kernels);
     exchange_->queue(pass, [&] {
       pass.run.enter(Phase::attend);
       pass.attend_to(pass.merge, Phase::exchange, layer_.kernels);

@@ -75,12 +75,12 @@ class RingKv final : public Strategy {
     pass.run.enter(Phase::attend);
     if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
     // The ranks' reports of the run arrive in the receive buffer with their keys.
-    if (receive_buffer_) pass.compare_in(words_, layer_.comm.rank());
-    pass.say_to(layer_.kernels);
+    if (receive_buffer_) pass.compare_in(digests_, layer_.comm.rank());
+    pass.write_own_digest(layer_.kernels);
     keys_.begin(pass);
     const KeyBlock own = keys_.own_keys(pass.run, copy_);
     make_route(pass.run, !receive_buffer_ && own.k == copy_.k);
-    if (pass.said && !receive_buffer_) pass.run.enter(Phase::exchange);
+    if (pass.digests && !receive_buffer_) pass.run.enter(Phase::exchange);
     Forward forward(*this, pass, own);
     walk(route_, pass, layer_.comm, "ring of keys, agreement", underway_, forward);
   }
@@ -122,7 +122,7 @@ class RingKv final : public Strategy {
     const int count = steps * block <= kSmallBytes ? steps : std::min(kMostBlocks, steps);
     receive_buffer_ = open_receive_memory(layer_, exchange_, [&](Parts& memory) {
       take_blocks(memory, count);
-      words_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks()));
+      digests_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(ranks()));
     });
   }
 
@@ -162,9 +162,9 @@ class RingKv final : public Strategy {
     move(own.k, to.k, keys_.key_bytes());
     move(own.v, to.v, keys_.value_bytes());
     if (to.positions != nullptr) move(own.positions, to.positions, sizeof(std::int64_t));
-    if (step.has_words)
-      pieces[count++] = {words_ + rank, sizeof *words_, words_ + from, sizeof *words_,
-                         words_ + rank};
+    if (step.has_digests)
+      pieces[count++] = {digests_ + rank, sizeof *digests_, digests_ + from, sizeof *digests_,
+                         digests_ + rank};
     return layer_.comm.start_shifts({pieces.data(), count}, step.distance, run.stream,
                                     names_[static_cast<std::size_t>(step.distance)].c_str());
   }
@@ -189,8 +189,8 @@ class RingKv final : public Strategy {
   std::vector<KeyBlock> blocks_;       // that receive keys
   KeyBlock copy_;                      // of this rank's own keys
   std::shared_ptr<std::byte>
-      receive_buffer_;              // of blocks and words; null: blocks are the layer's memory
-  std::uint64_t* words_ = nullptr;  // [ranks] each rank's report of the run
+      receive_buffer_;                // of blocks and words; null: blocks are the layer's memory
+  std::uint64_t* digests_ = nullptr;  // [ranks] each rank's report of the run
   ExchangeInfo exchange_;
 };
 

@@ -75,7 +75,7 @@ class RingQ final : public Strategy {
     const Run& run = pass.run;
     run.enter(Phase::attend);
     if (ranks() == 1) return pass.attend_to(pass.merge, Phase::merge, layer_.kernels);
-    pass.say_to(layer_.kernels);
+    pass.write_own_digest(layer_.kernels);
     append_new_keys(layer_, pass);
     find_starts(pass);
     make_route(run);
@@ -95,8 +95,8 @@ class RingQ final : public Strategy {
     Forward(const RingQ& ring, const Pass& pass) : ring_(ring), pass_(pass) {}
 
     comm::Transfers start(const Move& move) override {
-      return move.what == Move::out ? ring_.start_rows(pass_.run, move)
-                                    : ring_.start_states(pass_, move);
+      return move.what == Move::blocks ? ring_.start_rows(pass_.run, move)
+                                       : ring_.start_states(pass_, move);
     }
 
     void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -141,7 +141,7 @@ class RingQ final : public Strategy {
   /// Makes the route of the rows.
   void make_route(const Run& run) {
     make_ring(
-        {.ranks = ranks(), .rank = rank(), .words_first = true, .goes_home = true},
+        {.ranks = ranks(), .rank = rank(), .digests_first = true, .returns_results = true},
         [&](int rows, int keys) {
           return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
         },
@@ -223,7 +223,7 @@ class RingQ final : public Strategy {
     kernels::AttendParams p = pass.attend;
     p.shard = Shard::interleaved(p.shard.length, 1, 2, kBeyondAnyLength);
     for (const Move& move : route_.moves) {
-      if (move.what != Move::out || move.sends) continue;
+      if (move.what != Move::blocks || move.sends) continue;
       p.slot = host(move.distance);
       layer_.kernels.attend(p, pass.run.stream);
     }

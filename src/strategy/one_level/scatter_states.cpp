@@ -61,7 +61,7 @@ class ScatterStates final : public Strategy {
   void queue(Pass& pass) override {
     const Run& run = pass.run;
     const kernels::AttentionKernels& kernels = layer_.kernels;
-    if (!alone()) pass.say_to(kernels);
+    if (!alone()) pass.write_own_digest(kernels);
     if (rows_.are_dealt()) {
       run.enter(Phase::exchange);
       rows_.gather(pass);
@@ -141,7 +141,7 @@ class ScatterStates final : public Strategy {
     }
     layer_.kernels.pack_states(pack, run.stream);
     comm().all_to_all(leaving_, arriving_, static_cast<std::size_t>(pack.to.slot_bytes()),
-                      run.stream, "exchange of states", pass.said);
+                      run.stream, "exchange of states", pass.digests);
   }
 
   /// Receives the finished rows of all ranks, and copies them to their places.

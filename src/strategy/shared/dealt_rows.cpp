@@ -103,7 +103,7 @@ void DealtRows::make_map(const Pass& pass) const {
   if (rows.layout == Layout::listed)
     return layer_.comm.all_gather(rows.table, map_,
                                   static_cast<std::size_t>(most) * sizeof(std::int64_t), run.stream,
-                                  "gather of query positions", pass.said);
+                                  "gather of query positions", pass.digests);
   kernels::MapParams params{rows, pass.attend.batch, mapped_.count, most, map_, mapped_.first};
   params.part = part_of_node(rows, mapped_);
   if (mapped_.nodes > 1 && run.arrays.query_start != nullptr) {
@@ -125,7 +125,7 @@ void DealtRows::gather(const Pass& pass) const {
                              std::min(run.args.q.shape[0], most), row_bytes()},
                             run.stream);
   layer_.comm.all_gather(mine, gathered_, static_cast<std::size_t>(slot_bytes), run.stream,
-                         "gather of queries", pass.said);
+                         "gather of queries", pass.digests);
   layer_.kernels.place_rows(
       {gathered_, ordered_, map_, rows.ranks * most, row_bytes(), pass.attend.tokens}, run.stream);
 }

@@ -50,7 +50,7 @@ HeadExchange::HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Tra
       underway_(peers()) {
   make_gather({.ranks = peers(),
                .parts = rows_.are_gathered() ? 3 : 2,  // queries, keys, values
-               .parts_home = by_heads() ? 0 : 1},
+               .result_parts = by_heads() ? 0 : 1},
               route_);
 }
 
@@ -112,7 +112,7 @@ class HeadExchange::Forward final : public Visitor {
 
   comm::Transfers start(const Move& move) override {
     const int i = move.part - (exchange_.rows_.are_gathered() ? 1 : 0);  // keys, and then values
-    if (move.what == Move::home)
+    if (move.what == Move::results)
       exchange_.take_back(pass_, asked_);
     else if (i < 0)
       exchange_.exchange_queries(pass_);
@@ -204,7 +204,7 @@ void HeadExchange::exchange_queries(const Pass& pass) const {
   pack_heads(run, dense(static_cast<std::byte*>(run.args.q.data), layer_.bounds.heads, dim),
              std::min(run.args.q.shape[0], most), dim, layer_.bounds.q_dtype, &HeadShare::query,
              slot);
-  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", pass.said);
+  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", pass.digests);
   PackOutputsParams place;
   place.tokens = peers() * most;
   place.heads = heads;
@@ -235,7 +235,7 @@ void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) c
   pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows, dim_of(i),
              layer_.bounds.kv_dtype, &HeadShare::kv, slot);
   comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
-                   i == 0 ? "exchange of keys" : "exchange of values", pass.said);
+                   i == 0 ? "exchange of keys" : "exchange of values", pass.digests);
   for (int p = 0; p < peers(); ++p) {
     KeyBlock from{.start = starts_of(p)}, to = ordered_;
     (i == 0 ? from.k : from.v) = arriving_ + p * slot;

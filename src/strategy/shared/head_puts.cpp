@@ -119,10 +119,10 @@ class HeadPuts::Forward final : public Visitor {
       : heads_(heads), pass_(pass), way_(way), puts_(puts), arrivals_(arrivals), asked_(asked) {}
 
   comm::Transfers start(const Move& move) override {
-    if (move.what == Move::out)
+    if (move.what == Move::blocks)
       heads_.puts_.put(pass_, puts_, arrivals_);
     else if (!puts_.beside)
-      send_home();
+      send_results();
     return {};
   }
   void visit(const Step&, const kernels::BetweenTiles&) override {
@@ -134,7 +134,7 @@ class HeadPuts::Forward final : public Visitor {
   }
 
  private:
-  void send_home() {  // a separate exchange, which no rank begins after an abort
+  void send_results() {  // a separate exchange, which no rank begins after an abort
     puts_.among = heads_.puts_.begin(pass_.run, "exchange of results by heads");
     heads_.take_back(pass_.run, way_);
   }
@@ -168,7 +168,7 @@ bool HeadPuts::queue(Pass& pass) {
     end_where_rows_leave(pass, way);
   }
   RowPuts puts = puts_of(way, begins);
-  make_gather({.ranks = ranks(), .parts = 1, .parts_home = 1, .beside = begins}, route_);
+  make_gather({.ranks = ranks(), .parts = 1, .result_parts = 1, .beside = begins}, route_);
   Forward forward(*this, pass, way, puts, arrivals, asked);
   walk(route_, pass, layer_.comm, nullptr, underway_, forward);
   puts_.end(run, received(way) + received_results(way));

@@ -5,8 +5,8 @@ namespace longspan {
 using kernels::KeyArrivals;
 using kernels::RowPuts;
 
-void PutExchange::lay_out_words(Parts& memory) {
-  said_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
+void PutExchange::lay_out_digests(Parts& memory) {
+  digests_ = memory.take_array<std::uint64_t>(static_cast<std::size_t>(layer_.comm.size()));
   done_ = memory.take_array<unsigned>(RowPuts::kMostPieces);
 }
 
@@ -14,11 +14,11 @@ void PutExchange::put(const Pass& pass, RowPuts& puts, KeyArrivals& arrivals) co
   const Run& run = pass.run;
   comm::Transport& comm = layer_.comm;
   run.enter(Phase::exchange);
-  puts.say = pass.say;
+  puts.digest = pass.own_digest;
   puts.among = begin(run, step_);
   for (int p = 0; p < comm.size(); ++p)
-    puts.words[p] = reinterpret_cast<std::uint64_t*>(
-        comm.place_at(reinterpret_cast<std::byte*>(said_ + comm.rank()), p));
+    puts.digests[p] = reinterpret_cast<std::uint64_t*>(
+        comm.place_at(reinterpret_cast<std::byte*>(digests_ + comm.rank()), p));
   puts.done = done_;
   arrivals.flags = puts.among.flags[comm.rank()];
 

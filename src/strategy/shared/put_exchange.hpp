@@ -24,14 +24,14 @@ class PutExchange {
   void open(const LayOut& lay_out) {
     buffer_ = open_receive_memory(layer_, info_, [&](Parts& memory) {
       lay_out(memory);
-      lay_out_words(memory);
+      lay_out_digests(memory);
     });
   }
   bool is_open() const { return buffer_ != nullptr; }
   const ExchangeInfo& info() const { return info_; }
 
   /// Sends the ranks' reports of a run before the rows.
-  void compare(Pass& pass) const { pass.compare_in(said_, layer_.comm.rank()); }
+  void compare(Pass& pass) const { pass.compare_in(digests_, layer_.comm.rank()); }
 
   /// Queues the puts before the attention; with `puts.beside` the attention runs beside them and
   /// waits for `arrivals`. Fills in the common fields of both.
@@ -49,12 +49,12 @@ class PutExchange {
   }
 
  private:
-  void lay_out_words(Parts& memory);
+  void lay_out_digests(Parts& memory);
 
   Layer layer_;
   const char* step_;
   std::shared_ptr<std::byte> buffer_;  // null: not open; zeroed when it is made
-  std::uint64_t* said_ = nullptr;      // [ranks] each rank's report of the run
+  std::uint64_t* digests_ = nullptr;   // [ranks] each rank's report of the run
   unsigned* done_ = nullptr;           // kernels::RowPuts::done
   ExchangeInfo info_;
 };

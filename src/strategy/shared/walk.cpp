@@ -14,12 +14,12 @@ void let_go_on(comm::Transfers& transfers) noexcept {
 
 class Walker {
  public:
-  Walker(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
+  Walker(const Route& route, const Pass& pass, comm::Transport& comm, const char* compare_step,
          Underway& underway, Visitor& visitor)
       : route_(route),
         pass_(pass),
         comm_(comm),
-        words_step_(words_step),
+        compare_step_(compare_step),
         underway_(underway),
         visitor_(visitor) {}
 
@@ -43,24 +43,24 @@ class Walker {
   Stream stream() const { return pass_.run.stream; }
 
   void start(int index) {
-    if (move(index).what == Move::words)
-      underway_.words() = comm_.start_compare(pass_.said, stream(), words_step_);
+    if (move(index).what == Move::digests)
+      underway_.digests() = comm_.start_compare(pass_.digests, stream(), compare_step_);
     else
       underway_.of(index) = visitor_.start(move(index));
   }
 
   void wait(int index) {
     enter_exchange();
-    if (move(index).what == Move::words)
-      underway_.words().wait(stream());
+    if (move(index).what == Move::digests)
+      underway_.digests().wait(stream());
     else
       underway_.of(index).wait(stream());
   }
 
   void exchange(int index) {
     enter_exchange();
-    if (move(index).what == Move::words)
-      comm_.compare(pass_.said, stream(), words_step_);
+    if (move(index).what == Move::digests)
+      comm_.compare(pass_.digests, stream(), compare_step_);
     else
       visitor_.start(move(index)).wait(stream());
   }
@@ -81,7 +81,7 @@ class Walker {
   const Route& route_;
   const Pass& pass_;
   comm::Transport& comm_;
-  const char* words_step_;
+  const char* compare_step_;
   Underway& underway_;
   Visitor& visitor_;
   bool waits_ = false;  // so that the phase is marked
@@ -90,13 +90,13 @@ class Walker {
 }  // namespace
 
 void Underway::drop() {
-  words_ = {};
+  digests_ = {};
   for (comm::Transfers& move : moves_) move = {};
 }
 
-void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
+void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* compare_step,
           Underway& underway, Visitor& visitor) {
-  Walker walker(route, pass, comm, words_step, underway, visitor);
+  Walker walker(route, pass, comm, compare_step, underway, visitor);
   try {
     for (const Step& step : route.steps) walker.take(step);
   } catch (...) {

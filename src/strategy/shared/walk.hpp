@@ -32,18 +32,18 @@ class Underway {
   explicit Underway(int ranks) : moves_(Route::most_moves(ranks)) {}
 
   comm::Transfers& of(int move) { return moves_[static_cast<std::size_t>(move)]; }
-  comm::Transfer& words() { return words_; }
+  comm::Transfer& digests() { return digests_; }
   /// Drops the transfers that an exception left.
   void drop();
 
  private:
   std::vector<comm::Transfers> moves_;
-  comm::Transfer words_;  // of a move of words only
+  comm::Transfer digests_;  // of a move of words only
 };
 
-/// Walks it for a run. `words_step` names the comparison of the ranks' reports, if they travel by
+/// Walks it for a run. `compare_step` names the comparison of the ranks' reports, if they travel by
 /// themselves.
-void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* words_step,
+void walk(const Route& route, const Pass& pass, comm::Transport& comm, const char* compare_step,
           Underway& underway, Visitor& visitor);
 
 }  // namespace longspan

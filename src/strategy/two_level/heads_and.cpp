@@ -68,9 +68,9 @@ class HeadsAnd final : public Strategy {
     // The reports of the run are compared among all ranks, since two that never exchange data may
     // differ.
     run.enter(Phase::exchange);
-    pass.say_to(layer_.kernels);
-    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.said);
-    pass.said = nullptr;
+    pass.write_own_digest(layer_.kernels);
+    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.digests);
+    pass.digests = nullptr;
     or_end_all([&] { exchange_.queue(pass, [&] { attend_between_nodes(pass); }); });
   }
 

@@ -247,11 +247,11 @@ TEST(Agreement, EveryOptionIsComparedOrMayDiffer) {
 // ---- runs --------------------------------------------------------------------------------------
 
 /// The hash that travels, contents of arrays included, as a layer on CPUs makes it.
-std::uint64_t said_hash(const RunDescription& run) {
+std::uint64_t run_digest_of(const RunDescription& run) {
   std::vector<std::uint64_t> words(RunHistory::kWordsOfRun);
   const kernels::DigestParams arrays = run.arrays(words.data(), 1);
   kernels::host_backend(1)->digest(arrays, {});
-  return kernels::said(run.hash(), words.data() + arrays.count);
+  return kernels::run_digest(run.hash(), words.data() + arrays.count);
 }
 
 /// The kinds of runs. Not every argument can be combined with every other.
@@ -312,7 +312,7 @@ struct Everything {
     arrays_of(args, options, rank, kRanks, Device::host);  // checks them
     return {args, options, true};
   }
-  std::uint64_t said() const { return said_hash(described()); }
+  std::uint64_t digest() const { return run_digest_of(described()); }
   NamedValues text() const { return described().text(nullptr, 0); }
 
   /// The arrays whose contents are compared.
@@ -412,9 +412,9 @@ TEST(Agreement, EveryFieldOfARunIsComparedOrMayDiffer) {
       Everything changed(entry->second.kind);
       entry->second.change(changed);
       if (own.count("AttentionArgs::" + field))
-        EXPECT_EQ(changed.said(), plain.said()) << field;
+        EXPECT_EQ(changed.digest(), plain.digest()) << field;
       else
-        EXPECT_NE(changed.said(), plain.said()) << field;
+        EXPECT_NE(changed.digest(), plain.digest()) << field;
     }
   }
   for (const auto& [name, change] : kRuns)
@@ -426,13 +426,13 @@ TEST(Agreement, EveryByteOfAnArrayIsCompared) {
   const std::set<std::string> own = own_names();
   std::set<std::string> looked_at;
   for (const Of kind : {Of::batch, Of::one_length, Of::sharded_queries}) {
-    const std::uint64_t plain = Everything(kind).said();
+    const std::uint64_t plain = Everything(kind).digest();
     for (const auto& [name, ignored] : Everything(kind).contents()) {
       looked_at.insert(name);
       for (std::size_t i = 0; i < ignored.size(); ++i) {
         Everything changed(kind);
         changed.contents()[name][i] ^= std::byte{0x10};
-        EXPECT_NE(changed.said(), plain) << name << ", byte " << i;
+        EXPECT_NE(changed.digest(), plain) << name << ", byte " << i;
       }
     }
   }
@@ -450,7 +450,7 @@ TEST(Agreement, TypesOfFloatsAreCompared) {
     Everything one, other;
     (one.args.*array).dtype = fp16;
     (other.args.*array).dtype = bf16;
-    EXPECT_NE(one.said(), other.said());
+    EXPECT_NE(one.digest(), other.digest());
     EXPECT_NE(one.text(), other.text());
   }
 }
@@ -537,7 +537,7 @@ struct MergeRun {
   MergeRun() = default;
   MergeRun(const MergeRun&) = delete;
 
-  std::uint64_t said() const { return said_hash({args, options, true}); }
+  std::uint64_t digest() const { return run_digest_of({args, options, true}); }
 };
 
 const std::multimap<std::string, std::function<void(MergeRun&)>> kMergeRuns{
@@ -562,7 +562,7 @@ TEST(Agreement, EveryFieldOfAMergeIsComparedOrMayDiffer) {
     for (auto entry = begin; entry != end; ++entry) {
       MergeRun changed;
       entry->second(changed);
-      expect_compared("MergeArgs::" + field, changed.said(), plain.said());
+      expect_compared("MergeArgs::" + field, changed.digest(), plain.digest());
     }
   }
   for (const auto& [name, change] : kMergeRuns)
@@ -572,7 +572,7 @@ TEST(Agreement, EveryFieldOfAMergeIsComparedOrMayDiffer) {
 TEST(Agreement, TheRowsOfAMergeAreCompared) {
   MergeRun plain, shorter;
   shorter.args.part.shape[0] = shorter.args.part_lse.tensor.shape[0] = 3;
-  EXPECT_NE(shorter.said(), plain.said());
+  EXPECT_NE(shorter.digest(), plain.digest());
 }
 
 /// Every rank scales its own heads; whether there is a scale is compared nevertheless.
@@ -581,8 +581,8 @@ TEST(Agreement, TheScaleOfScatteredHeadsIsARanksOwn) {
   for (MergeRun* run : {&plain, &scaled, &unscaled}) run->options.scatter_heads = true;
   scaled.out_scale[0] = 3;
   unscaled.args.out_scale = {};
-  EXPECT_EQ(scaled.said(), plain.said());
-  EXPECT_NE(unscaled.said(), plain.said());
+  EXPECT_EQ(scaled.digest(), plain.digest());
+  EXPECT_NE(unscaled.digest(), plain.digest());
 }
 
 // ---- what is compared in part ------------------------------------------------------------------
@@ -637,7 +637,7 @@ TEST(Agreement, EveryRankSaysTheSame) {
   for (const Of kind : {Of::batch, Of::one_sequence, Of::one_length, Of::sharded_queries}) {
     Everything one(kind), other(kind);
     other.rank = 1;
-    EXPECT_EQ(one.said(), other.said());
+    EXPECT_EQ(one.digest(), other.digest());
     EXPECT_EQ(one.text(), other.text());
   }
 }
@@ -645,16 +645,16 @@ TEST(Agreement, EveryRankSaysTheSame) {
 TEST(Agreement, ALengthStandsInOnePlace) {
   Everything one(Of::one_length), other(Of::one_length);
   other.args.total_keys = 30;
-  EXPECT_NE(one.said(), other.said());
+  EXPECT_NE(one.digest(), other.digest());
   Everything both(Of::one_sequence);
   both.args.total_keys = 20;
-  EXPECT_THROW(both.said(), InputError) << "kv_len says how long sequences are";
+  EXPECT_THROW(both.digest(), InputError) << "kv_len says how long sequences are";
 }
 
 TEST(Agreement, WhetherThereIsABlockTableIsCompared) {
   Everything paged, contiguous;
   contiguous.args.block_table = {};
-  EXPECT_NE(paged.said(), contiguous.said());
+  EXPECT_NE(paged.digest(), contiguous.digest());
 }
 
 TEST(Agreement, RowsOfQueriesAreARanksOwnWhereQueriesAreSharded) {
@@ -662,7 +662,7 @@ TEST(Agreement, RowsOfQueriesAreARanksOwnWhereQueriesAreSharded) {
     const Of kind = sharded ? Of::sharded_queries : Of::one_sequence;
     Everything one(kind), other(kind);
     other.args.q.shape[0] = 3;
-    EXPECT_EQ(one.said() == other.said(), sharded);
+    EXPECT_EQ(one.digest() == other.digest(), sharded);
   }
 }
 
@@ -681,8 +681,8 @@ TEST(Agreement, AListedTableIsARanksOwn) {
   none.args.key_table = {};
   none.args.query_table = Tensor(no_rows.data(), {4});
   none.args.q.shape[0] = 0;
-  EXPECT_EQ(one.said(), other.said());
-  EXPECT_EQ(one.said(), none.said());
+  EXPECT_EQ(one.digest(), other.digest());
+  EXPECT_EQ(one.digest(), none.digest());
 }
 
 TEST(Agreement, WhereAMatrixLiesIsARanksOwn) {
@@ -692,7 +692,7 @@ TEST(Agreement, WhereAMatrixLiesIsARanksOwn) {
     std::copy_n(one.bias.begin() + 4 * row, 4, wide.begin() + 7 * row);
   other.args.qq_bias.data = wide.data();
   other.args.qq_bias.stride[0] = 7;
-  EXPECT_EQ(one.said(), other.said());
+  EXPECT_EQ(one.digest(), other.digest());
 }
 
 TEST(Agreement, TextsNameTheFieldAndItsValues) {

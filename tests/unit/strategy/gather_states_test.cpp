@@ -18,7 +18,7 @@ namespace {
 class Notes final : public kernels::Backend {
  public:
   mutable std::vector<kernels::ExchangeParams> exchanges;
-  mutable int pushes = 0, says = 0, merges = 0;
+  mutable int pushes = 0, digests_written = 0, merges = 0;
 
   Device device() const override { return Device::host; }
   void check(const kernels::AttendParams&) const override {}
@@ -38,7 +38,9 @@ class Notes final : public kernels::Backend {
   void merge(const kernels::MergeParams&, Stream) const override { ++merges; }
   std::size_t peer_buffer_bytes(std::int64_t, int, int) const override { return 1; }
   void digest(const kernels::DigestParams&, Stream) const override {}
-  void say(const kernels::SayParams&, Stream) const override { ++says; }
+  void write_run_digest(const kernels::RunDigestParams&, Stream) const override {
+    ++digests_written;
+  }
   std::shared_ptr<std::byte> shared_memory(std::size_t) const override { return nullptr; }
   void map_rows(const kernels::MapParams&, Stream) const override {}
   void place_rows(const kernels::PlaceParams&, Stream) const override {}
@@ -65,7 +67,7 @@ class OneOfTwo final : public comm::SelfTransport {
   OneOfTwo() : SelfTransport(comm::milliseconds(1000)) {}
   int size() const override { return 2; }
   int gathers = 0;
-  std::uint64_t* said = nullptr;
+  std::uint64_t* digests = nullptr;
   std::shared_ptr<const PeerView> open_peer_buffers(std::uint32_t, std::size_t,
                                                     std::string&) override {
     return std::make_shared<PeerView>();
@@ -74,7 +76,7 @@ class OneOfTwo final : public comm::SelfTransport {
  protected:
   int start(const comm::Collective& collective, Stream, const char*) override {
     gathers += collective.kind == comm::Collective::all_gather;
-    said = collective.digests;
+    digests = collective.digests;
     return -1;
   }
 };
@@ -97,7 +99,7 @@ class GatherStatesTest : public ::testing::Test {
     return made;
   }
   void run(Strategy& layer, std::int64_t tokens = 2, bool timed = false,
-           std::uint64_t* said = nullptr) {
+           std::uint64_t* digests = nullptr) {
     const AttentionArgs args;
     const RunArrays arrays;
     kernels::AttendParams rows;
@@ -105,8 +107,8 @@ class GatherStatesTest : public ::testing::Test {
     const longspan::Run own{
         .args = args, .arrays = arrays, .attend = rows, .timed = timed, .enter = [](Phase) {}};
     Pass pass(own);
-    pass.say.hash = 42;
-    pass.said = said;
+    pass.own_digest.hash = 42;
+    pass.digests = digests;
     layer.prepare(pass);
     layer.queue(pass);
   }
@@ -136,9 +138,9 @@ TEST_F(GatherStatesTest, WhatIsGatheredCarriesWhatTheRankMeans) {
   options.exchange = Exchange::gather;
   std::uint64_t words[2] = {};
   run(*layer(), 2, false, words);
-  EXPECT_EQ(notes.says, 1);
+  EXPECT_EQ(notes.digests_written, 1);
   EXPECT_EQ(world.gathers, 1);
-  EXPECT_EQ(world.said, words);
+  EXPECT_EQ(world.digests, words);
   EXPECT_EQ(notes.merges, 1);
 }
 
@@ -163,10 +165,10 @@ TEST_F(GatherStatesTest, QueuesNoExchangeOnACommunicatorThatHasFailed) {
 }
 
 TEST(RunHeaders, OneWordHasTheRunAndTheRank) {
-  const std::uint64_t said[] = {7, 7, 9};
-  const kernels::RunHeaders headers{said, 1, 3};
+  const std::uint64_t digests[] = {7, 7, 9};
+  const kernels::RunHeaders headers{digests, 1, 3};
   EXPECT_EQ(headers.differing(), 2);
-  EXPECT_EQ((kernels::RunHeaders{said, 1, 2}.differing()), -1);
+  EXPECT_EQ((kernels::RunHeaders{digests, 1, 2}.differing()), -1);
   const std::uint64_t word = kernels::RunHeaders::reported(5, 2);
   EXPECT_EQ(word >> 32, 5u);
   EXPECT_EQ(static_cast<int>(word & 0xffffffffu) - 1, 2);

@@ -49,7 +49,7 @@ struct Rank {
   std::map<int, int> results;   // by slot: of whose block, made and not sent yet
   std::multiset<int> visited;   // whose blocks
   std::multiset<int> returned;  // ranks whose result for the own block has come
-  std::set<int> heard;          // whose words
+  std::set<int> heard;          // whose digests
   bool results_of_all = false;  // are made, of all blocks together
   int results_made = 0;
 };
@@ -122,10 +122,10 @@ class World {
         const Move& there = move(to, index);
         if (there.receives != one.sends)
           wrong("rank ", r, " sends ", one.sends, ", and rank ", to, " receives ", there.receives);
-        if (there.has_words != one.has_words) wrong("words of rank ", r, " are not expected");
+        if (there.has_digests != one.has_digests) wrong("digests of rank ", r, " are not expected");
         // Copy engines write where the sender would receive.
-        if (one.has_words && there.slot != one.slot) wrong("rank ", r, " writes another slot");
-        if (one.what == Move::out && one.sends != wanted_(r, to))
+        if (one.has_digests && there.slot != one.slot) wrong("rank ", r, " writes another slot");
+        if (one.what == Move::blocks && one.sends != wanted_(r, to))
           wrong("the block of rank ", r, " sets out to rank ", to, ": ", one.sends);
       }
   }
@@ -165,16 +165,16 @@ class World {
     if (has_started(r, index)) wrong("rank ", r, " starts a move twice");
     rank.started.push_back(index);
     if (one.distance == 0) {
-      if (one.what == Move::home && !rank.results_of_all)
+      if (one.what == Move::results && !rank.results_of_all)
         wrong("rank ", r, " sends home what it has not made");
       return;
     }
     const int from = around(r - one.distance);
-    if (one.what == Move::out && one.receives) {
+    if (one.what == Move::blocks && one.receives) {
       if (rank.guests.contains(one.slot)) wrong("rank ", r, " overwrites a guest");
       rank.guests[one.slot] = from;
     }
-    if (one.what == Move::home && one.sends) {
+    if (one.what == Move::results && one.sends) {
       const int to = around(r + one.distance);
       if (!rank.results.contains(one.slot) || rank.results[one.slot] != to)
         wrong("rank ", r, " sends home what it has not made");
@@ -194,7 +194,7 @@ class World {
         if (!is_there(other, one)) return false;
       return true;
     }
-    const bool hears = one.receives || one.has_words, says = one.sends || one.has_words;
+    const bool hears = one.receives || one.has_digests, says = one.sends || one.has_digests;
     return (!hears || is_there(around(r - one.distance), one)) &&
            (!says || is_there(around(r + one.distance), one));
   }
@@ -227,11 +227,11 @@ class World {
     const Move& one = move(r, index);
     rank.waited.insert(index);
     for (int other = 0; other < size(); ++other)
-      if (one.has_words && (one.distance == 0 || other == around(r - one.distance)))
+      if (one.has_digests && (one.distance == 0 || other == around(r - one.distance)))
         rank.heard.insert(other);
-    if (one.what == Move::home && one.distance != 0 && one.receives)
+    if (one.what == Move::results && one.distance != 0 && one.receives)
       rank.returned.insert(around(r - one.distance));
-    if (one.what == Move::home && one.sends) rank.results.erase(one.slot);
+    if (one.what == Move::results && one.sends) rank.results.erase(one.slot);
   }
 
   void visit(int r, const Step& step) {
@@ -265,13 +265,13 @@ class World {
   void visit_guest(int r, const Step& step) {
     Rank& rank = at(r);
     const int from = around(r - step.guest);
-    const int index = same_at(r, {.what = Move::out, .distance = step.guest});
+    const int index = same_at(r, {.what = Move::blocks, .distance = step.guest});
     if (index < 0 || !rank.waited.contains(index)) wrong("rank ", r, " visits who has not come");
     if (!rank.guests.contains(step.slot) || rank.guests[step.slot] != from)
       return wrong("rank ", r, " looks for the guest in another slot");
     rank.guests.erase(step.slot);
     rank.visited.insert(from);
-    if (same_at(r, {.what = Move::home, .distance = size() - step.guest}) < 0) return;
+    if (same_at(r, {.what = Move::results, .distance = size() - step.guest}) < 0) return;
     if (rank.results.contains(step.result_slot)) wrong("rank ", r, " overwrites what leaves");
     rank.results[step.result_slot] = from;
   }
@@ -280,7 +280,8 @@ class World {
     Rank& rank = at(r);
     for (std::size_t i = 0; i < rank.route.moves.size(); ++i) {
       const auto index = static_cast<int>(i);
-      if (move(r, index).what == Move::out && index != step.beside && !rank.waited.contains(index))
+      if (move(r, index).what == Move::blocks && index != step.beside &&
+          !rank.waited.contains(index))
         wrong("rank ", r, " attends to what has not come");
     }
     for (int p = 0; p < size(); ++p) rank.visited.insert(p);
@@ -339,10 +340,10 @@ std::vector<std::pair<std::string, Ring>> rings(int ranks) {
           {"ring-kv, by copy engines", {.slots = std::min(2, steps), .by_copy_engines = true}},
           {"ring-kv, all at once", {.slots = steps, .by_copy_engines = true}},
           {"ring-kv, by copy engines, one slot", {.slots = 1, .by_copy_engines = true}},
-          {"ring-q", {.words_first = true, .goes_home = true}},
-          {"ring-q, one slot", {.slots = 1, .goes_home = true}},
+          {"ring-q", {.digests_first = true, .returns_results = true}},
+          {"ring-q, one slot", {.slots = 1, .returns_results = true}},
           {"ring-q, by copy engines",
-           {.slots = std::min(2, steps), .by_copy_engines = true, .goes_home = true}}};
+           {.slots = std::min(2, steps), .by_copy_engines = true, .returns_results = true}}};
 }
 
 void expect_ring(const std::string& name, Ring ring, const Wanted& wanted) {
@@ -387,10 +388,10 @@ TEST(Gather, BringsEveryBlockToAll) {
   for (int ranks = 1; ranks <= kMostRanks; ++ranks)
     for (const Gather& gather :
          {Gather{.parts = 0}, Gather{.parts = 2}, Gather{.parts = 1, .beside = true},
-          Gather{.parts = 1}, Gather{.parts = 2, .parts_home = 1},
-          Gather{.parts = 3, .parts_home = 1}, Gather{.parts = 3},
-          Gather{.parts = 1, .parts_home = 1, .beside = true},
-          Gather{.parts = 0, .parts_home = 2}}) {
+          Gather{.parts = 1}, Gather{.parts = 2, .result_parts = 1},
+          Gather{.parts = 3, .result_parts = 1}, Gather{.parts = 3},
+          Gather{.parts = 1, .result_parts = 1, .beside = true},
+          Gather{.parts = 0, .result_parts = 2}}) {
       const Wanted wanted = all_wanted(ranks);
       World world(ranks, wanted, [&](int, Route& route) {
         Gather own = gather;
@@ -406,10 +407,10 @@ std::string text_of(const Route& route) {
   std::ostringstream out;
   const auto name = [&](int index) {
     const Move& one = route.moves[static_cast<std::size_t>(index)];
-    const std::string what = one.what == Move::words ? "words"
-                             : one.what == Move::out ? ""
-                                                     : "home ";
-    if (one.what == Move::words) return what;
+    const std::string what = one.what == Move::digests  ? "digests"
+                             : one.what == Move::blocks ? ""
+                                                        : "results ";
+    if (one.what == Move::digests) return what;
     if (one.distance == 0) return what + "part " + std::to_string(one.part);
     return what + std::to_string(one.distance) + " slot " + std::to_string(one.slot);
   };
@@ -448,19 +449,19 @@ std::string ring_in_words(Ring ring, const Wanted& wanted) {
 /// While a rank attends to one block the next one comes.
 TEST(Ring, ComesBesideVisits) {
   EXPECT_EQ(ring_in_words({.ranks = 3}, all_wanted(3)),
-            "start words\nstart 1 slot 0\nvisit 0 beside 1 slot 0\nwait words\nwait 1 slot 0\n"
+            "start digests\nstart 1 slot 0\nvisit 0 beside 1 slot 0\nwait digests\nwait 1 slot 0\n"
             "start 2 slot 1\nvisit 1 beside 2 slot 1\nwait 2 slot 1\nvisit 2, ends\n");
   EXPECT_EQ(ring_in_words({.ranks = 3, .slots = 1, .first_slot = 1}, all_wanted(3)),
-            "start words\nstart 1 slot 1\nvisit 0 beside 1 slot 1\nwait words\nwait 1 slot 1\n"
+            "start digests\nstart 1 slot 1\nvisit 0 beside 1 slot 1\nwait digests\nwait 1 slot 1\n"
             "visit 1\nstart 2 slot 1\nwait 2 slot 1\nvisit 2, ends\n");
   EXPECT_EQ(ring_in_words({.ranks = 3, .slots = 2, .by_copy_engines = true}, all_wanted(3)),
             "visit 0 beside 1 slot 0, early 2\nstart 1 slot 0\nstart 2 slot 1\nwait 1 slot 0\n"
             "visit 1 beside 2 slot 1\nwait 2 slot 1\nvisit 2, ends\n");
   EXPECT_EQ(
-      ring_in_words({.ranks = 3, .words_first = true, .goes_home = true}, all_wanted(3)),
-      "exchange words\nstart 1 slot 0\nvisit 0 beside 1 slot 0\nwait 1 slot 0\nstart 2 slot 1\n"
-      "visit 1 beside 2 slot 1\nstart home 2 slot 1\nwait 2 slot 1\nvisit 2\n"
-      "start home 1 slot 0\nwait home 1 slot 0\nwait home 2 slot 1\nfinish\n");
+      ring_in_words({.ranks = 3, .digests_first = true, .returns_results = true}, all_wanted(3)),
+      "exchange digests\nstart 1 slot 0\nvisit 0 beside 1 slot 0\nwait 1 slot 0\nstart 2 slot 1\n"
+      "visit 1 beside 2 slot 1\nstart results 2 slot 1\nwait 2 slot 1\nvisit 2\n"
+      "start results 1 slot 0\nwait results 1 slot 0\nwait results 2 slot 1\nfinish\n");
 }
 
 /// Guests use the slots in turn, whatever else is sent.
@@ -472,7 +473,7 @@ TEST(Ring, ComesBesideVisitsToWhoSendsNothing) {
 /// A rank that receives no block goes on at once, and has the others' digests before its result.
 TEST(Ring, LeavesOutWhatNobodyWants) {
   const Wanted own = wanted_where(3, [](int from, int to) { return from == to; });
-  EXPECT_EQ(ring_in_words({.ranks = 3}, own), "start words\nwait words\nvisit 0, ends\n");
+  EXPECT_EQ(ring_in_words({.ranks = 3}, own), "start digests\nwait digests\nvisit 0, ends\n");
   EXPECT_EQ(ring_in_words({.ranks = 3, .by_copy_engines = true}, own),
             "start 1 slot 0\nwait 1 slot 0\nstart 2 slot 1\nwait 2 slot 1\nvisit 0, ends\n");
 }
@@ -485,11 +486,11 @@ std::string gather_in_words(const Gather& gather) {
 
 TEST(Gather, ComesAheadOfTheVisitOrBesideIt) {
   EXPECT_EQ(gather_in_words({.ranks = 3}),
-            "start words\nstart 1 slot 1\nstart 2 slot 2\nwait words\nwait 1 slot 1\n"
+            "start digests\nstart 1 slot 1\nstart 2 slot 2\nwait digests\nwait 1 slot 1\n"
             "wait 2 slot 2\nvisit all, ends\n");
-  EXPECT_EQ(gather_in_words({.ranks = 3, .parts = 3, .parts_home = 1}),
+  EXPECT_EQ(gather_in_words({.ranks = 3, .parts = 3, .result_parts = 1}),
             "exchange part 0\nexchange part 1\nexchange part 2\nvisit all\n"
-            "exchange home part 0\nfinish\n");
+            "exchange results part 0\nfinish\n");
   EXPECT_EQ(gather_in_words({.ranks = 3, .parts = 1, .beside = true}),
             "start part 0\nvisit all beside part 0, ends\nwait part 0\n");
 }

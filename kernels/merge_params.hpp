@@ -96,14 +96,14 @@ struct PackStatesParams {
   const std::int64_t* map = nullptr;  // [parts, capacity]; null: by heads
   std::int64_t capacity = 0;          // most rows of a part; by heads all rows
 
-  struct Move {
+  struct RowMove {
     int part;
     std::int64_t from, to;  // rows of states; from < 0: nothing to move
   };
   LONGSPAN_HD std::int64_t moves() const {
     return capacity * heads * (map != nullptr ? to.slots : 1);
   }
-  LONGSPAN_HD Move move(std::int64_t i) const {
+  LONGSPAN_HD RowMove move(std::int64_t i) const {
     const std::int64_t row = i / heads, head = i % heads;
     if (map != nullptr) {
       const std::int64_t whole = map[row];
@@ -199,10 +199,10 @@ struct PackOutputsParams {
   // copied.
   PutRanks putters;
 
-  struct Move {
+  struct RowMove {
     std::int64_t from, to;  // tokens; to < 0: nothing moves
   };
-  LONGSPAN_HD Move move(std::int64_t token) const {
+  LONGSPAN_HD RowMove move(std::int64_t token) const {
     const std::int64_t other = map != nullptr ? map[token] : token;
     if (other < 0) return {0, -1};
     return {map_of == MapOf::sources ? other : token, map_of == MapOf::places ? other : token};

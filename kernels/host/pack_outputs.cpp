@@ -35,7 +35,7 @@ void copy_rows(std::span<const StridedCopy> copies, ThreadPool& pool) {
 void pack_states(const PackStatesParams& p, ThreadPool& pool) {
   pool.run_stretches(p.moves(), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const PackStatesParams::Move move = p.move(i);
+      const PackStatesParams::RowMove move = p.move(i);
       if (move.from < 0) continue;
       p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
       std::memcpy(p.to.o(move.part, move.to), p.from.o(p.slot, move.from),

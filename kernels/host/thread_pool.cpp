@@ -34,9 +34,9 @@ void stay_awake(IsDue is_due) {
 /// The items of one call of ThreadPool::run, on the caller's stack.
 class Run {
  public:
-  using Call = void (*)(const void* context, std::int64_t item, int thread);
+  using ItemFunction = void (*)(const void* context, std::int64_t item, int thread);
 
-  Run(std::int64_t items, int threads, const void* context, Call call)
+  Run(std::int64_t items, int threads, const void* context, ItemFunction call)
       : context_(context),
         call_(call),
         threads_(threads),
@@ -81,7 +81,7 @@ class Run {
   };
   Share shares_[kMostShares];
   const void* const context_;
-  const Call call_;
+  const ItemFunction call_;
   const int threads_;
   const int share_count_;
 };
@@ -93,11 +93,11 @@ class Crew {
 
   /// Including the caller.
   int size() const { return size_; }
-  int asked_for() const { return asked_for_; }
+  int requested() const { return requested_; }
 
   /// Starts workers up to `threads`. Calls must not overlap.
   void grow(int threads) {
-    if (asked_for_ < threads) asked_for_ = threads;
+    if (requested_ < threads) requested_ = threads;
     try {
       while (size_ < threads) {
         const int number = size_;
@@ -188,7 +188,7 @@ class Crew {
   }
 
   std::vector<std::thread> workers_;
-  std::atomic<int> size_{1}, asked_for_{1};
+  std::atomic<int> size_{1}, requested_{1};
 
   std::mutex mutex_;  // guards what follows; atomic members are also read without it
   std::condition_variable wake_, done_;
@@ -226,7 +226,7 @@ class Process {
   /// The threads, for a live pool of that size. They are missing only after a fork.
   Crew& crew(int threads) {
     Crew* const crew = crew_;
-    if (crew != nullptr && crew->asked_for() >= threads) return *crew;
+    if (crew != nullptr && crew->requested() >= threads) return *crew;
     const std::lock_guard lock(mutex_);
     return grown(threads);
   }
@@ -271,7 +271,7 @@ ThreadPool::~ThreadPool() {
   if (is_shared_) Process::here().leave();
 }
 
-void ThreadPool::run(std::int64_t items, const void* context, Call call) const {
+void ThreadPool::run(std::int64_t items, const void* context, ItemFunction call) const {
   if (size_ == 1 || items <= 1) {
     for (std::int64_t item = 0; item < items; ++item) call(context, item, 0);
     return;

@@ -43,9 +43,9 @@ class ThreadPool {
   }
 
  private:
-  using Call = void (*)(const void* context, std::int64_t item, int thread);
+  using ItemFunction = void (*)(const void* context, std::int64_t item, int thread);
 
-  void run(std::int64_t items, const void* context, Call call) const;
+  void run(std::int64_t items, const void* context, ItemFunction call) const;
 
   const bool is_shared_;
   int size_ = 1;

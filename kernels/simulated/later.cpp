@@ -335,7 +335,7 @@ void deliver_all(const Grid* of) {
   for (std::size_t which = sent.size(); which-- > 0;)
     deliver_up_to(which, [&](const Word& word) { return of == nullptr || word.grid == of; });
 }
-std::size_t words_on_their_way() { return sent.size(); }
+std::size_t stores_in_flight() { return sent.size(); }
 void deliver_words() { deliver_all(nullptr); }
 
 void finish_copies(Block& block) {

@@ -381,7 +381,7 @@ void watch() {
 bool let_something_happen() {
   if (land_one()) return true;
   bool any = false;
-  for (std::size_t count = 1 + words_on_their_way() / 16; count > 0 && deliver_one(); --count)
+  for (std::size_t count = 1 + stores_in_flight() / 16; count > 0 && deliver_one(); --count)
     any = true;
   return any;
 }
@@ -407,7 +407,7 @@ bool run_slice() {
   if (is_under_way() && chance(schedule().land))
     while (land_one() && (schedule().land >= 1 || chance(schedule().burst))) {
     }
-  if (words_on_their_way() > 0 && chance(schedule().deliver))
+  if (stores_in_flight() > 0 && chance(schedule().deliver))
     while (deliver_one() && (schedule().deliver >= 1 || chance(schedule().burst))) {
     }
   bool ran = true;

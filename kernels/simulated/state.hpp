@@ -229,7 +229,7 @@ bool is_awaited(const Block& block, const std::byte* at, std::size_t bytes);
 /// The same for words to other GPUs.
 bool deliver_one();
 void deliver_all(const Grid* of);
-std::size_t words_on_their_way();
+std::size_t stores_in_flight();
 /// Completes the operations in flight for a block that has ended.
 void finish_copies(Block& block);
 /// The block's mbarrier in this word.

@@ -89,15 +89,15 @@ struct Slot {
 
 /// Rows of memory from `first` on, with equal steps within their sequence.
 kernels::Rows rows_from(const kernels::TokenRows& rows, DType dtype, std::int64_t first) {
-  kernels::Rows rest = rows;
-  rest.data = static_cast<std::byte*>(rows.data) +
+  kernels::Rows tail = rows;
+  tail.data = static_cast<std::byte*>(rows.data) +
               rows.offset(first, 0) * static_cast<std::int64_t>(size_of(dtype));
-  return rest;
+  return tail;
 }
 kernels::LseView lse_from(const kernels::TokenLse& lse, std::int64_t first) {
-  kernels::LseView rest = lse;
-  if (lse.data != nullptr) rest.data = lse.at(first, 0);
-  return rest;
+  kernels::LseView tail = lse;
+  if (lse.data != nullptr) tail.data = lse.at(first, 0);
+  return tail;
 }
 
 }  // namespace

@@ -72,8 +72,8 @@ struct SegmentOrder {
     if (!interleaved) return begin(j + 1) - begin(j);
     const std::int64_t v = reverse_bits(j, log2_ceil(leaves));
     const std::int64_t round = unit * leaves;
-    const std::int64_t rest = total % round - v * unit;
-    return total / round * unit + (rest < 0 ? 0 : rest < unit ? rest : unit);
+    const std::int64_t remainder = total % round - v * unit;
+    return total / round * unit + (remainder < 0 ? 0 : remainder < unit ? remainder : unit);
   }
 
   /// Local index of the t-th segment of leaf j; t is also its index in the leaf's binary tree.

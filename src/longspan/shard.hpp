@@ -208,8 +208,10 @@ struct Shard {
         return kv_len > s.rank ? (kv_len - s.rank + s.ranks - 1) / s.ranks : 0;
       case Layout::interleaved: {
         const std::int64_t round = s.block * s.ranks;
-        const std::int64_t rest = kv_len % round - s.rank * s.block;
-        return kv_len / round * s.block + (rest < 0 ? 0 : rest < s.block ? rest : s.block);
+        const std::int64_t remainder = kv_len % round - s.rank * s.block;
+        return kv_len / round * s.block + (remainder < 0         ? 0
+                                           : remainder < s.block ? remainder
+                                                                 : s.block);
       }
       default:
         return s.listed;

@@ -180,7 +180,7 @@ TEST(FixedOrder, PlansHoldWhatComesSoonest) {
 
 /// Each turn takes its own split, of those that are held. All segments are in them, and folded by
 /// their numbers they make the tree.
-void expect_tree_of(const Plan& plan, const SplitsTaken& taken, const SegmentOrder& order,
+void expect_tree_of(const WorkPlan& plan, const SplitsTaken& taken, const SegmentOrder& order,
                     const Interval& all) {
   ASSERT_LE(taken.leaf_splits, plan.numbers.leaf_splits);
   std::map<std::int64_t, std::string> roots;
@@ -210,7 +210,7 @@ TEST(FixedOrder, TakenSplitsMakeTheTree) {
     const Shard shard = draw_shard(rng, trial, length, rank, ranks);
     const SegmentOrder order = shard.order(length);
     const Interval all{0, shard.local_len(length)};
-    Plan one;
+    WorkPlan one;
     one.numbers.leaves = log2_ceil(order.leaves);
     one.numbers.leaf_splits = 1 + static_cast<int>(rng() % 4);
     one.numbers.reversed = shard.layout == Layout::interleaved;
@@ -221,7 +221,7 @@ TEST(FixedOrder, TakenSplitsMakeTheTree) {
                  " of " + std::to_string(shard.ranks) + ", " + name(shard.layout));
     expect_tree_of(one, splits_taken(order, one.numbers), order, all);
 
-    Plan several;
+    WorkPlan several;
     several.numbers.leaves = static_cast<int>(rng() % 5);
     several.numbers.leaf_splits = 1 + static_cast<int>(rng() % 3);
     several.splits = 1 << (several.numbers.leaves + several.numbers.leaf_splits);

@@ -318,7 +318,7 @@ class ExchangeOfSplits : public ::testing::TestWithParam<Split> {};
 /// States of `count` splits in separate memory.
 struct Parts {
   Memory<std::byte> memory;
-  kernels::cuda::Plan plan;
+  kernels::cuda::WorkPlan plan;
 
   Parts(const Problem& p, int count) : memory(p.slot_bytes() * static_cast<std::size_t>(count)) {
     plan.lengths = kernels::cuda::Lengths::only_short;

@@ -87,10 +87,10 @@ MUTANTS = [
            "be multiplied by then.",
            old="      if (thread_ == 0) shared_.levels[known_.stage] = level_of(place, "
                "more);\n"
-               "      say(slot, index);\n",
-           new="      const int said = known_.stage;\n"
-               "      say(slot, index);\n"
-               "      if (thread_ == 0) shared_.levels[said] = level_of(place, more);\n"),
+               "      publish(slot, index);\n",
+           new="      const int published = known_.stage;\n"
+               "      publish(slot, index);\n"
+               "      if (thread_ == 0) shared_.levels[published] = level_of(place, more);\n"),
     Mutant("decode-queries-of-other-lanes", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "Queries are announced by a lane while others still write theirs.",
            old="    __syncwarp();\n"
@@ -530,7 +530,7 @@ MUTANTS = [
            new="      count_ = call_.arrivals.count_of(0);\n"),
     Mutant("arrivals-own-rows-twice", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "arrivals",
            "Rows that see own keys alone are attended to twice, and others never.",
-           old="    rest -= call.own_slots * heads;\n",
+           old="    remainder -= call.own_slots * heads;\n",
            new=""),
     Mutant("arrivals-queries-unawaited", "kernels/cuda/hopper/attend_sm90_producer.cuh", "arrivals",
            "Queries of other ranks are read before they have come.",
@@ -794,22 +794,22 @@ MUTANTS = [
            "A row's statistics are put to rest before all of its threads have read "
            "them.",
            old="  __syncthreads();\n"
-               "  rest<kLevels>(r, turn, first, r.rows, row_step(), column);",
-           new="  rest<kLevels>(r, turn, first, r.rows, row_step(), column);"),
+               "  clear_slots<kLevels>(r, turn, first, r.rows, row_step(), column);",
+           new="  clear_slots<kLevels>(r, turn, first, r.rows, row_step(), column);"),
     Mutant("exchange-two-trips-rests-early", "kernels/cuda/exchange/exchange.cu", "exchange",
            "The same in two trips.",
            old="  __syncthreads();\n"
-               "  rest<kLevels>(r, turn, r.own_first",
-           new="  rest<kLevels>(r, turn, r.own_first"),
+               "  clear_slots<kLevels>(r, turn, r.own_first",
+           new="  clear_slots<kLevels>(r, turn, r.own_first"),
     Mutant("exchange-not-rested", "kernels/cuda/exchange/exchange.cu", "exchange",
            "Words of this exchange are taken for those of a later one in the same "
            "copy.",
-           old="  rest<kLevels>(r, turn, first, r.rows, row_step(), column);\n",
+           old="  clear_slots<kLevels>(r, turn, first, r.rows, row_step(), column);\n",
            new=""),
     Mutant("exchange-results-not-rested", "kernels/cuda/exchange/exchange.cu", "exchange",
            "Results of this exchange are taken for those of a later one in the "
            "same copy.",
-           old="      rest_elements(results + (row * dim + column) * "
+           old="      clear_elements(results + (row * dim + column) * "
                "static_cast<unsigned>(size), size);\n",
            new=""),
     Mutant("exchange-lse-unawaited", "kernels/cuda/exchange/exchange.cu", "exchange",
@@ -875,8 +875,8 @@ MUTANTS = [
            "A row's statistics are put to rest before all of its threads have read "
            "them.",
            old="  __syncthreads();\n"
-               "  rest<kLevels>(r, turn, plane_first",
-           new="  rest<kLevels>(r, turn, plane_first"),
+               "  clear_slots<kLevels>(r, turn, plane_first",
+           new="  clear_slots<kLevels>(r, turn, plane_first"),
     # ---- merges and all else -------------------------------------------------------------------
     Mutant("merge-threads-unmet", "kernels/cuda/combine/fold_slots.cuh", "merge",
            "A thread folds with a neighbour's state before that is written.",
@@ -997,8 +997,8 @@ MUTANTS = [
     Mutant("splits-rest-forgotten", "kernels/cuda/common/view.cuh", "other",
            "Splits that have keys only because leaves differ by a segment are not "
            "taken.",
-           old="(rest < last ? rest : last)",
-           new="(rest < last ? 0 : last)"),
+           old="(remainder < last ? remainder : last)",
+           new="(remainder < last ? 0 : last)"),
     # ---- where query rows stand ----------------------------------------------------------------
     Mutant("position-by-local-row", "kernels/geometry.hpp", "other",
            "A row of a share stands where its number on the rank says.",

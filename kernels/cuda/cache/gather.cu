@@ -37,7 +37,7 @@ struct Copy {
   Bits* to;          // [sequences, capacity, kv_heads, dim]
 };
 
-struct Call {
+struct GatherTask {
   Geometry p;
   Pages pages;
   Copy copies[2];
@@ -82,7 +82,7 @@ __device__ void transpose(Bits (*tile)[kMostDim + kVector], const Bits* const* r
 
 /// Gathers. blockIdx.x = 64 keys, blockIdx.y = a head and every gridDim.y-th after it, blockIdx.z =
 /// a sequence's keys or values.
-__global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ Call call) {
+__global__ __launch_bounds__(kThreads) void gather_kernel(const __grid_constant__ GatherTask call) {
   std::byte* const memory = arch::shared_by_16;               // for Access::keys
   auto& rows = arch::shared_variable<const Bits* [kKeys]>();  // of a key of head 0
   arch::let_next_kernel_start();  // attention of short sequences, which then waits for the copy
@@ -194,11 +194,11 @@ std::int64_t gather_capacity(const Geometry& p, std::size_t room_bytes) {
 
 AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
   AttendParams p = g.attend;
-  Call call{.p = p,
-            .pages = p.pages,
-            .capacity = gather_capacity(p, g.room_bytes),
-            .by_page = Divisor(static_cast<std::uint32_t>(p.pages.size)),
-            .by_chunks = Divisor(static_cast<std::uint32_t>(p.head_dim / kVector))};
+  GatherTask call{.p = p,
+                  .pages = p.pages,
+                  .capacity = gather_capacity(p, g.room_bytes),
+                  .by_page = Divisor(static_cast<std::uint32_t>(p.pages.size)),
+                  .by_chunks = Divisor(static_cast<std::uint32_t>(p.head_dim / kVector))};
   const std::int64_t half = p.batch.size * call.capacity * bytes_of_key(p) / 2;
   const auto copy_of = [&](const KvRows& source, const Rows& fresh, std::byte* to) {
     return Copy{source, access_of(source, p.pages, sizeof(Bits)), fresh,

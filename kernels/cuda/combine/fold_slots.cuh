@@ -17,8 +17,8 @@ namespace longspan::kernels::cuda {
 /// of the row in the first slot, o from the first column on. holds(i) is false if the ith slot was
 /// not written.
 template <int kLevels, class Holds>
-__device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
-                               const Holds& holds) {
+__device__ StateColumns<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
+                                      const Holds& holds) {
   constexpr int kCount = 1 << kLevels;
   uint2 two[kCount];
   uint4 four[kCount];
@@ -32,9 +32,9 @@ __device__ Piece<4> fold_slots(const void* stats, const void* o, std::uint64_t s
   return fold_subtree<kLevels>(
       [&](int i) {
         const Stats stored{__uint_as_float(two[i].x), __uint_as_float(two[i].y)};
-        return Piece<4>{holds(i) ? stored : empty_stats(),
-                        {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
-                         __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
+        return StateColumns<4>{holds(i) ? stored : empty_stats(),
+                               {__uint_as_float(four[i].x), __uint_as_float(four[i].y),
+                                __uint_as_float(four[i].z), __uint_as_float(four[i].w)}};
       },
       0);
 }
@@ -67,7 +67,7 @@ struct Waiting {
 /// of them. `index` is this thread's index among them, `self` its index in the block, where
 /// neighbours are `stride` apart. All threads of the block call this, with a barrier between calls.
 template <int kThreads>
-__device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsigned index,
+__device__ void fold_threads(StateColumns<4>& state, Waiting<kThreads>& waiting, unsigned index,
                              unsigned count, unsigned self, unsigned stride) {
   for (unsigned distance = 1; distance < count; distance *= 2) {
     const unsigned place = index & (2 * distance - 1);
@@ -79,8 +79,8 @@ __device__ void fold_threads(Piece<4>& state, Waiting<kThreads>& waiting, unsign
     if (place == 0) {
       const unsigned from = self + distance * stride;
       const float4 four = waiting.o[from];
-      Piece<4> newer{waiting.stats[from], {four.x, four.y, four.z, four.w}};
-      merge_pieces(state, newer);
+      StateColumns<4> newer{waiting.stats[from], {four.x, four.y, four.z, four.w}};
+      merge_columns(state, newer);
       state = newer;
     }
   }

@@ -14,7 +14,7 @@ inline constexpr int kMostLevels = 8;   // up to 256 entries
 
 /// kColumns columns of a state.
 template <int kColumns>
-struct Piece {
+struct StateColumns {
   Stats stats;
   float o[kColumns];
 };
@@ -22,8 +22,8 @@ struct Piece {
 /// newer = merge(older, newer), whose maxima are in `base`. It gives the bits of longspan::fold,
 /// with selections instead of branches, so that independent merges run in parallel.
 template <int kColumns>
-__device__ void merge_pieces(const Piece<kColumns>& older, Piece<kColumns>& newer,
-                             LogBase base = LogBase::two) {
+__device__ void merge_columns(const StateColumns<kColumns>& older, StateColumns<kColumns>& newer,
+                              LogBase base = LogBase::two) {
   const Stats a = older.stats, b = newer.stats;
   const bool newer_leads = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
   const bool alone = is_empty(a) || is_empty(b);  // the side that leads is then the result
@@ -47,21 +47,21 @@ __device__ auto fold_subtree(const Load& load, int place, LogBase base = LogBase
   } else {
     const auto older = fold_subtree<kLevels - 1>(load, place, base);
     auto newer = fold_subtree<kLevels - 1>(load, place + (1 << (kLevels - 1)), base);
-    merge_pieces(older, newer, base);
+    merge_columns(older, newer, base);
     return newer;
   }
 }
 
 /// Adds a group to a binary counter: on level k the left half of a subtree of 2^(k+1) groups waits.
 /// `newest` becomes the subtree that the group completes.
-template <int kLevel = 0, class Piece>
-__device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newest, int group,
+template <int kLevel = 0, class Columns>
+__device__ void count(Columns (&waiting)[kMostLevels - kGroupLevels], Columns& newest, int group,
                       LogBase base) {
   if constexpr (kLevel < kMostLevels - kGroupLevels) {
     if ((group >> kLevel & 1) == 0) {
       waiting[kLevel] = newest;
     } else {
-      merge_pieces(waiting[kLevel], newest, base);
+      merge_columns(waiting[kLevel], newest, base);
       count<kLevel + 1>(waiting, newest, group, base);
     }
   }
@@ -70,9 +70,9 @@ __device__ void count(Piece (&waiting)[kMostLevels - kGroupLevels], Piece& newes
 /// Returns the root of a tree over 2^levels groups; group(i) gives a group's Piece.
 template <class Group>
 __device__ auto fold_groups(const Group& group, int levels, LogBase base) {
-  using Piece = decltype(group(0));
-  Piece waiting[kMostLevels - kGroupLevels];
-  Piece newest;
+  using Columns = decltype(group(0));
+  Columns waiting[kMostLevels - kGroupLevels];
+  Columns newest;
   for (int index = 0; index < 1 << levels; ++index) {
     newest = group(index);
     count(waiting, newest, index, base);

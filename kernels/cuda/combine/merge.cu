@@ -25,7 +25,7 @@ constexpr int kFoldThreads = 256;  // most of a fold_parts block
 constexpr int kFoldLevels = 3;     // most levels that a thread of fold_parts folds alone
 constexpr int kFoldVector = 4;     // elements of a thread of fold_parts
 static_assert(kFoldThreads / 8 << kFoldLevels >= kMostSplits);
-using StatePiece = Piece<kVector>;
+using StatePiece = StateColumns<kVector>;
 
 __device__ StatePiece load_piece(const StateSlots& states, int slot, std::int64_t row, int column) {
   StatePiece piece;
@@ -58,7 +58,7 @@ struct Places {
 /// Finishes a merged state: sink, division, scale, rounding.
 template <int kColumns>
 __device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
-                           Piece<kColumns>& state, bool wide) {
+                           StateColumns<kColumns>& state, bool wide) {
   RowEpilogue(m, head).finish(state);
   store_result(m, ResultPlace(m, token, head, column), state, wide);
 }
@@ -95,7 +95,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
 /// `m`.
 template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
+    const __grid_constant__ AttendParams p, const __grid_constant__ WorkPlan plan,
     const __grid_constant__ MergeParams m, bool wide) {
   auto& waiting = arch::shared_variable<Waiting<kFoldThreads>>();
   const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
@@ -117,7 +117,7 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const Stats* stats = parts.stats(first) + min(row, last_row);
   const float* from = parts.o(first, min(row, last_row)) + column;
   const TakenSplits taken(plan.numbers);
-  Piece<kFoldVector> state =
+  StateColumns<kFoldVector> state =
       fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()),
                           [&](int i) { return taken.hold(first + i); });
   std::int64_t token = row / heads;  // of the whole batch
@@ -159,19 +159,19 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
 }
 
 template <bool kFinish>
-void launch_fold(const AttendParams& p, const Plan& plan, const MergeParams& m,
+void launch_fold(const AttendParams& p, const WorkPlan& plan, const MergeParams& m,
                  cudaStream_t stream) {
   const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
-  const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), rest = plan.splits >> alone;
+  const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), remainder = plan.splits >> alone;
   const int vectors = p.value_dim / kFoldVector;
   // A block takes few columns if the splits fill it, so that few rows occupy many multiprocessors.
-  const bool all = rest < 8 && vectors * rest <= kFoldThreads;
+  const bool all = remainder < 8 && vectors * remainder <= kFoldThreads;
   const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
-  const int rows = std::max(1, kFoldThreads / 2 / (columns * rest));
+  const int rows = std::max(1, kFoldThreads / 2 / (columns * remainder));
   const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
   for_levels<kFoldLevels>(alone, [&](auto levels) {
     launch_kernel(fold_parts_kernel<decltype(levels)::value, kFinish>,
-                  {grid, dim3(columns, rest, rows), stream}, p, plan, m, wide);
+                  {grid, dim3(columns, remainder, rows), stream}, p, plan, m, wide);
   });
 }
 
@@ -183,11 +183,11 @@ void merge_short(const MergeParams& p, int most, cudaStream_t stream) {
   merge_rows(p, most, stream);
 }
 
-void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream) {
+void fold_parts(const AttendParams& p, const WorkPlan& plan, cudaStream_t stream) {
   launch_fold<false>(p, plan, {}, stream);
 }
 
-void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
+void fold_parts_finished(const AttendParams& p, const WorkPlan& plan, const MergeParams& m,
                          cudaStream_t stream) {
   launch_fold<true>(p, plan, m, stream);
 }

@@ -20,7 +20,7 @@ void merge_short(const MergeParams& params, int most, cudaStream_t stream);
 
 /// fold_parts and merge in one kernel, for results that need no other state: the splits of short
 /// sequences become their rows of the result.
-void fold_parts_finished(const AttendParams& p, const Plan& plan, const MergeParams& m,
+void fold_parts_finished(const AttendParams& p, const WorkPlan& plan, const MergeParams& m,
                          cudaStream_t stream);
 void map_rows(const MapParams& params, cudaStream_t stream);
 void place_rows(const PlaceParams& params, cudaStream_t stream);

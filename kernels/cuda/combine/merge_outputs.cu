@@ -256,8 +256,8 @@ struct PartColumns {
     return p.is_there(part, token) ? p.stats_of(p.lse_of(part, token, head), token) : empty_stats();
   }
 
-  __device__ Piece<kColumns> operator()(int part) const {
-    Piece<kColumns> piece{stats(part), {}};
+  __device__ StateColumns<kColumns> operator()(int part) const {
+    StateColumns<kColumns> piece{stats(part), {}};
     // An empty part is loaded with the others, but not used.
     if (!p.is_there(part, token)) return piece;
     if constexpr (std::is_same_v<T, AnyType>) {
@@ -304,7 +304,7 @@ __global__ __launch_bounds__(kThreads) void merge_parts_kernel(
     const PartColumns<T, kColumns> parts{p, token, head, column};
     int levels = log2_ceil(p.parts);
     if (std::is_same_v<T, AnyType> && kLevels > kGroupLevels) levels = max(levels, kGroupLevels);
-    Piece<kColumns> piece = fold_tree<kLevels>(parts, levels, p.base);
+    StateColumns<kColumns> piece = fold_tree<kLevels>(parts, levels, p.base);
     const Finish finished = finish(piece.stats);
     if constexpr (kLevels == 1) {
       // This rounds as merge_two_kernel does, so that neither the type of a part nor the address of

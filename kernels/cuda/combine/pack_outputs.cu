@@ -32,7 +32,7 @@ __global__ __launch_bounds__(kThreads) void pack_outputs_kernel(
   const std::int64_t row = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const std::int64_t token = row / p.heads, head = row - token * p.heads;
   if (token >= p.tokens) return;
-  const PackOutputsParams::Move move = p.move(token);
+  const PackOutputsParams::RowMove move = p.move(token);
   if (move.to < 0 || !in_batch(p.batch, move.to)) return;
   const StorageFormat format = storage_of(p.dtype);
   const auto row_at = [&](const TokenRows& rows, std::int64_t at) {
@@ -63,7 +63,7 @@ __global__ __launch_bounds__(kThreads) void pack_states_kernel(
     const __grid_constant__ PackStatesParams p) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (i >= p.moves()) return;
-  const PackStatesParams::Move move = p.move(i);
+  const PackStatesParams::RowMove move = p.move(i);
   if (move.from < 0) return;
   if (threadIdx.x == 0) p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
   const float4* from = reinterpret_cast<const float4*>(p.from.o(p.slot, move.from));

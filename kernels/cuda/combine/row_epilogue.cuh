@@ -50,7 +50,7 @@ struct RowEpilogue {
 
   /// Turns the state's columns into the result's, in place, and its statistics into the final ones.
   template <int kColumns>
-  __device__ void finish(Piece<kColumns>& state) const {
+  __device__ void finish(StateColumns<kColumns>& state) const {
     if (has_sink) {
       const Fold fold = longspan::fold(state.stats, sink);
       state.stats = fold.stats;
@@ -78,7 +78,7 @@ struct ResultPlace {
 /// elements at a time. The logarithm is computed after the columns, and only if it is wanted.
 template <int kColumns>
 __device__ void store_result(const MergeParams& m, const ResultPlace& place,
-                             const Piece<kColumns>& row, bool wide) {
+                             const StateColumns<kColumns>& row, bool wide) {
   if (wide) {
     store_elements(m.out.data, m.dtype, place.at, row.o);
   } else {

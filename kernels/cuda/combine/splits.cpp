@@ -31,28 +31,28 @@ struct Tree {
   /// The time of `works` x `splits` pieces, in the order of their numbers, with `resident` of them
   /// running at a time. The unit is a segment in each slot. Leaves differ by few segments.
   double time(std::int64_t works, std::int64_t splits, std::int64_t resident) const {
-    std::int64_t whole = (segments + splits - 1) / splits, rest = 0;  // segments of pieces
-    std::int64_t wholes = works * splits, rests = 0;                  // numbers of such pieces
+    std::int64_t whole = (segments + splits - 1) / splits, remainder = 0;  // segments of pieces
+    std::int64_t wholes = works * splits, remainders = 0;                  // numbers of such pieces
     if (splits > leaves) {
       const std::int64_t each = segments / leaves;
       whole = std::max<std::int64_t>(1, leaf_places * leaves / splits);
-      rest = each % whole;
+      remainder = each % whole;
       wholes = works * leaves * (each / whole);
-      rests = rest > 0 ? works * leaves : 0;
+      remainders = remainder > 0 ? works * leaves : 0;
     }
     const auto spent = [&](std::int64_t count, std::int64_t active) {
       const double busy = static_cast<double>(active) / static_cast<double>(resident);
       return static_cast<double>(count) * std::max(busy, alone);
     };
-    double sum = -piece;          // the first wave, which always exists, does not pay it
-    while (wholes + rests > 0) {  // each turn is a wave
-      const std::int64_t a = std::min(wholes, resident), b = std::min(rests, resident - a);
-      const std::int64_t together = b > 0 ? rest : 0;
+    double sum = -piece;               // the first wave, which always exists, does not pay it
+    while (wholes + remainders > 0) {  // each turn is a wave
+      const std::int64_t a = std::min(wholes, resident), b = std::min(remainders, resident - a);
+      const std::int64_t together = b > 0 ? remainder : 0;
       sum += spent(together, a + b);
       if (a > 0) sum += spent(whole - together, a);
       sum += piece;
       wholes -= a;
-      rests -= b;
+      remainders -= b;
     }
     return sum;
   }
@@ -132,7 +132,7 @@ std::uint64_t worth_of_fills(std::int64_t works, int places, std::int64_t leaves
 
 /// Sets the plan's splits. If leaves of the tree are cut into several splits each, the first splits
 /// of all leaves come first.
-void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
+void take_splits(int splits, const Tree& tree, const Shard& shard, WorkPlan& plan) {
   plan.splits = splits;
   plan.numbers = {};
   if (splits <= tree.leaves) return;
@@ -143,7 +143,7 @@ void take_splits(int splits, const Tree& tree, const Shard& shard, Plan& plan) {
 
 /// Plans the splits of several sequences. If their lengths are about equal, few large pieces are
 /// best; if they differ, all others wait for pieces of the long ones. Lengths are on the device.
-bool plan_shared_splits(std::int64_t works, int places, const Tree& tree, Plan& plan) {
+bool plan_shared_splits(std::int64_t works, int places, const Tree& tree, WorkPlan& plan) {
   constexpr int kEvenPieces = 2, kLargeEven = 16, kLargeUneven = 4;
   const int least = choose_splits(works, places, tree, kSegment);
   const int few = cut_further(least, works, places, tree, kEvenPieces, kLargeEven);
@@ -162,7 +162,8 @@ std::int64_t most_keys(const AttendParams& p) {
   return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
 }
 
-bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes, Plan& plan) {
+bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes,
+                 WorkPlan& plan) {
   if (p.parts) {
     plan.splits = p.parts.count;
     return false;

@@ -22,8 +22,8 @@ LONGSPAN_HD inline int most_of_leaf(const SegmentOrder& order) {
   const unsigned total = static_cast<unsigned>(order.total);
   if (!order.interleaved) return static_cast<int>((total + kVirtualRanks - 1) / kVirtualRanks);
   const unsigned unit = static_cast<unsigned>(order.unit);
-  const unsigned round = unit * static_cast<unsigned>(order.leaves), rest = total % round;
-  return static_cast<int>(total / round * unit + (rest < unit ? rest : unit));
+  const unsigned round = unit * static_cast<unsigned>(order.leaves), remainder = total % round;
+  return static_cast<int>(total / round * unit + (remainder < unit ? remainder : unit));
 }
 
 /// The number of low index bits inside a leaf.

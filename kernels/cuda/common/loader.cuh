@@ -70,7 +70,7 @@ class KeyWalk {
                      int kv_head, std::int64_t local_key, int step)
       : source_(source), pages_(p.pages), head_(kv_head * source.head_stride) {
     if (!pages_) {
-      rest_ = 0;
+      page_row_ = 0;
       row_ = sequence.first_key + local_key;
       row_step_ = step;
       return;
@@ -79,23 +79,23 @@ class KeyWalk {
     const std::uint64_t key = static_cast<std::uint64_t>(local_key);
     row_ =
         static_cast<std::int64_t>(key >> 32 == 0 ? static_cast<unsigned>(key) / size : key / size);
-    rest_ = static_cast<int>(local_key - row_ * pages_.size);
+    page_row_ = static_cast<int>(local_key - row_ * pages_.size);
     row_step_ = static_cast<int>(static_cast<unsigned>(step) / size);
-    rest_step_ = step - row_step_ * pages_.size;
+    page_row_step_ = step - row_step_ * pages_.size;
     table_ = pages_.table + sequence.index * pages_.row_stride;
   }
 
   __device__ std::int64_t offset() const {
     if (!pages_) return head_ + row_ * source_.row_stride;
     return head_ + table_[row_ * pages_.column_stride] * source_.page_stride +
-           rest_ * source_.row_stride;
+           page_row_ * source_.row_stride;
   }
   __device__ void step() {
     row_ += row_step_;
     if (!pages_) return;
-    rest_ += rest_step_;
-    if (rest_ >= pages_.size) {
-      rest_ -= pages_.size;
+    page_row_ += page_row_step_;
+    if (page_row_ >= pages_.size) {
+      page_row_ -= pages_.size;
       ++row_;
     }
   }
@@ -106,7 +106,7 @@ class KeyWalk {
   const std::int32_t* table_ = nullptr;
   std::int64_t head_;
   std::int64_t row_;  // column of the table; without pages the key itself
-  int rest_, row_step_, rest_step_ = 0;
+  int page_row_, row_step_, page_row_step_ = 0;
 };
 
 /// Which keys of a tile some row may see.
@@ -130,7 +130,7 @@ template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_chunks(std::uint32_t tile, const KvRows& source, int dim,
                                    const AttendParams& p, int kv_head, const Sequence& sequence,
                                    const Wanted& wanted) {
-  using Layout = Tile<T, kDim, kPanelRows>;
+  using Layout = SwizzledTile<T, kDim, kPanelRows>;
   constexpr int kLanes = Layout::kChunks <= 4    ? 4
                          : Layout::kChunks <= 8  ? 8
                          : Layout::kChunks <= 16 ? 16
@@ -183,7 +183,7 @@ template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source, int dim,
                                        const AttendParams& p, int kv_head, const Sequence& sequence,
                                        const Wanted& wanted) {
-  using Layout = Tile<T, kDim, kPanelRows>;
+  using Layout = SwizzledTile<T, kDim, kPanelRows>;
   const bool e5m2 = p.kv_dtype == DType::e5m2;
 #pragma unroll 1
   for (int index = static_cast<int>(threadIdx.x) % kThreads; index < kKeys / 8 * (kDim / 2);
@@ -247,7 +247,7 @@ template <class T, int kDim, int kKeys, int kThreads, bool k8, int kPanelRows>
 __device__ inline void load_elements(std::uint32_t tile, const KvRows& source, int dim,
                                      const AttendParams& p, int kv_head, const Sequence& sequence,
                                      const Wanted& wanted) {
-  using Layout = Tile<T, kDim, kPanelRows>;
+  using Layout = SwizzledTile<T, kDim, kPanelRows>;
 #pragma unroll 1
   for (int index = static_cast<int>(threadIdx.x) % kThreads; index < kKeys * Layout::kChunks;
        index += kThreads) {
@@ -266,7 +266,7 @@ __device__ inline void load_elements(std::uint32_t tile, const KvRows& source, i
 template <class T, int kDim, int kRows, int kThreads>
 __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& p,
                                         const Sequence& sequence, const TileCoord& work) {
-  using Layout = Tile<T, kDim>;
+  using Layout = SwizzledTile<T, kDim>;
   const bool is_16 = p.q_dtype == p.dtype;
   const bool together = aligned_to_eight(p.q.data, is_16 ? 2 : 1,
                                          p.q.row_stride | p.q.head_stride | p.q.gap.elements);

@@ -7,7 +7,7 @@ namespace longspan::kernels::cuda {
 
 /// The index of the work tile that the block takes after `index`. All its threads call this; `slot`
 /// is in shared memory.
-__device__ inline int next_work(const Plan& plan, int index, int* slot) {
+__device__ inline int next_work(const WorkPlan& plan, int index, int* slot) {
   const int blocks = static_cast<int>(gridDim.x);
   if (plan.ticket == nullptr) return index + blocks;
   __syncthreads();

@@ -14,7 +14,7 @@ namespace longspan::kernels::cuda {
 /// With kPanelRows > 0, each kPanelRows rows are cut into panels of 64 columns (32 if dim is not a
 /// multiple of 64), one after another. This is the layout of TMA, which uses the same permutation.
 template <class T, int kDim, int kPanelRows = 0>
-struct Tile {
+struct SwizzledTile {
   static constexpr int kChunks = kDim / 8;                  // 16-byte chunks in a row
   static constexpr int kPeriod = kChunks % 8 == 0 ? 8 : 4;  // chunks that are permuted
   static constexpr int kPanels = kPanelRows > 0 ? kChunks / kPeriod : 1;
@@ -42,7 +42,7 @@ struct Tile {
 template <class T, int kDim, int kKeys, int kThreads, int kPanelRows = 0>
 __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int dim, int kv_head,
                                   const Sequence& sequence, const View& view, std::int64_t first) {
-  using Layout = Tile<T, kDim, kPanelRows>;
+  using Layout = SwizzledTile<T, kDim, kPanelRows>;
   constexpr int kStepRows = kThreads / Layout::kChunks;
   const T* base = source.at<const T>(sequence.first_key + first, kv_head);
   if constexpr (kThreads % Layout::kChunks == 0 && kKeys % kStepRows == 0) {
@@ -83,7 +83,7 @@ __device__ inline void load_plain(std::uint32_t tile, const Rows& source, int di
 template <class T, int kDim, int kRows, int kThreads>
 __device__ inline void load_plain_queries(std::uint32_t tile, const AttendParams& p,
                                           const Sequence& sequence, const TileCoord& work) {
-  using Layout = Tile<T, kDim>;
+  using Layout = SwizzledTile<T, kDim>;
   for (int index = static_cast<int>(threadIdx.x); index < kRows * Layout::kChunks;
        index += kThreads) {
     const int row = index / Layout::kChunks, chunk = index % Layout::kChunks;

@@ -102,7 +102,7 @@ struct SplitNumbers {
 };
 
 /// How a launch divides its work into row tiles x kv heads x splits of the keys.
-struct Plan {
+struct WorkPlan {
   Lengths lengths = Lengths::only_long;
   int tile_rows = 1;       // packed rows in a tile
   int tiles = 1;           // in the batch; an upper bound
@@ -151,14 +151,15 @@ LONGSPAN_HD inline SplitsTaken splits_taken(const SegmentOrder& order,
   const int leaf_splits = worth < bits ? worth : bits;
   const int places = bits - leaf_splits;       // log2 of those of a split
   if (order.interleaved && order.unit == 1) {  // each leaf in turn has a segment more
-    const int round = numbers.leaves + places, rest = total & ((1 << round) - 1);
+    const int round = numbers.leaves + places, remainder = total & ((1 << round) - 1);
     const int last = 1 << numbers.leaves;
-    return {leaf_splits, (total >> round << numbers.leaves) + (rest < last ? rest : last)};
+    return {leaf_splits,
+            (total >> round << numbers.leaves) + (remainder < last ? remainder : last)};
   }
   return {leaf_splits, (most + (1 << places) - 1) >> places << numbers.leaves};
 }
 
-LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const Plan& plan, int index) {
+LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const WorkPlan& plan, int index) {
   const int group = static_cast<int>(plan.by_group.value);
   // With short queries the heads of a key follow each other, since they are adjacent in memory.
   // With long ones tiles follow each other, so that they share keys in L2; the last one comes
@@ -166,8 +167,8 @@ LONGSPAN_HD inline TileCoord work_of(const Geometry& p, const Plan& plan, int in
   const bool heads_first = plan.lengths != Lengths::only_long;
   const Divisor& fast = heads_first ? plan.by_kv_heads : plan.by_tiles;
   const Divisor& slow = heads_first ? plan.by_tiles : plan.by_kv_heads;
-  const int inner = index % fast, rest = index / fast, outer = rest % slow;
-  const int split = plan.numbers.split(rest / slow, plan.numbers.leaf_splits);
+  const int inner = index % fast, remainder = index / fast, outer = remainder % slow;
+  const int split = plan.numbers.split(remainder / slow, plan.numbers.leaf_splits);
   TileCoord work{0, heads_first ? inner : outer, split, 0, 0, plan.by_group};
   int tile = plan.tiles - 1 - (heads_first ? outer : inner);
   if (plan.sequence_tiles > 0) {
@@ -276,18 +277,18 @@ LONGSPAN_HD inline bool sees(const View& view, const Interval& row, std::int64_t
 struct TreeCut {
   int split, splits;
 };
-LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan, const TileCoord& work,
-                                    int leaf_splits) {
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const WorkPlan& plan,
+                                    const TileCoord& work, int leaf_splits) {
   const int skipped = plan.numbers.leaf_splits - leaf_splits;
   return p.parts ? TreeCut{0, 1} : TreeCut{work.split >> skipped, plan.splits >> skipped};
 }
-LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const Plan& plan,
+LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const WorkPlan& plan,
                                     const TileCoord& work) {
   return tree_cut(p, plan, work, plan.numbers.leaf_splits);
 }
 
 /// The row of Plan::parts that holds (sequence, token, head).
-LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const Plan& plan, int sequence,
+LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const WorkPlan& plan, int sequence,
                                          std::int64_t token, int head) {
   const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens
                                                   : p.batch.first_row(sequence);
@@ -306,7 +307,7 @@ struct Target {
     return reinterpret_cast<float*>(data + StateSlots::stats_bytes(rows)) + row * dim;
   }
 };
-LONGSPAN_HD inline Target target_of(const AttendParams& p, const Plan& plan,
+LONGSPAN_HD inline Target target_of(const AttendParams& p, const WorkPlan& plan,
                                     const Sequence& sequence, const TileCoord& work,
                                     const PackedRow& at) {
   const bool own = plan.splits == 1 || p.parts;

@@ -65,7 +65,8 @@ struct DecodeTraits {
   static constexpr int kKeyStages = kSegment / kStageKeys;
   static constexpr int kSegmentStages = 2 * kKeyStages;  // keys, then values
   static constexpr int kStageBytes = kStageKeys * kRowBytes;
-  using Layout = Tile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
+  using Layout =
+      SwizzledTile<__half, kRowBytes / 2, kTile>;  // of each tile of a stage, in 16-bit columns
   // Two blocks share a multiprocessor. 64 KB in flight per block are enough; the remaining memory
   // holds waiting states (kNearLevels), which are large if there are many rows.
   static constexpr int kFits = (kRowTiles == 4 ? 48 : 64) * 1024 / kStageBytes;
@@ -277,7 +278,7 @@ __device__ inline void scale_state(State& state, float scale) {
 
 /// The epilogue of a work tile: a warp stores its own columns of each row.
 template <class Traits>
-__device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& plan,
+__device__ __forceinline__ void store_rows(const AttendParams& p, const WorkPlan& plan,
                                            const DecodeWorkTile& piece,
                                            const typename Traits::State& state) {
   const int lane = threadIdx.x % 32;
@@ -305,7 +306,7 @@ __device__ __forceinline__ void store_rows(const AttendParams& p, const Plan& pl
 
 /// The consumers' main loop takes segment after segment until none is left.
 template <class Traits>
-__device__ __forceinline__ void consume_segments(const AttendParams& p, const Plan& plan,
+__device__ __forceinline__ void consume_segments(const AttendParams& p, const WorkPlan& plan,
                                                  typename Traits::Shared& shared,
                                                  std::uint32_t ring,
                                                  typename Traits::Stack& stack) {
@@ -362,7 +363,7 @@ __device__ __forceinline__ void consume_segments(const AttendParams& p, const Pl
 
 template <class Traits>
 __global__ __launch_bounds__(Traits::kBlockThreads, 2) void attend_decode_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan,
+    const __grid_constant__ AttendParams p, const __grid_constant__ WorkPlan plan,
     const __grid_constant__ KvTensorMaps maps) {
   std::byte* const memory = arch::shared_by_1024;
   const std::uint32_t ring = arch::shared_address(memory);

@@ -52,8 +52,8 @@ struct DecodeQueries {
 
   /// Reads row tile n of a work tile, by one warp.
   template <class Piece>
-  __device__ __forceinline__ static void ask(const AttendParams& p, const Piece& piece, int n,
-                                             Words& words) {
+  __device__ __forceinline__ static void request(const AttendParams& p, const Piece& piece, int n,
+                                                 Words& words) {
     const TileCoord& work = piece.work;
     const int row = n * 8 + static_cast<int>(threadIdx.x) % 32 / 4;
     const bool valid = row < work.rows;
@@ -68,7 +68,7 @@ struct DecodeQueries {
       }
   }
 
-  /// Turns the words that `ask` has read into the products' factor.
+  /// Turns the words that `request` has read into the products' factor.
   __device__ __forceinline__ void put(const AttendParams& p, int n, const Words& words) {
     using T = typename Traits::Element;
     const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -35,12 +35,13 @@ __device__ __noinline__ void sort_sequences(SequenceOrder& order, const std::int
 }
 
 /// The number, for work_of, of the piece with index `index` >= Plan::by_length.
-__device__ inline int sorted_work(const Plan& plan, const SequenceOrder& order, int index) {
+__device__ inline int sorted_work(const WorkPlan& plan, const SequenceOrder& order, int index) {
   const int late = index - plan.by_length, place = late / plan.by_late_works;
-  const int rest = late % plan.by_late_works, kv_heads = static_cast<int>(plan.by_kv_heads.value);
-  const int turn = plan.by_length / plan.by_kv_heads / plan.by_tiles + rest / plan.by_kv_heads;
+  const int remainder = late % plan.by_late_works,
+            kv_heads = static_cast<int>(plan.by_kv_heads.value);
+  const int turn = plan.by_length / plan.by_kv_heads / plan.by_tiles + remainder / plan.by_kv_heads;
   const int tile = plan.tiles - 1 - order.sequences[place];  // work_of counts them from the end
-  return (turn * plan.tiles + tile) * kv_heads + rest % plan.by_kv_heads;
+  return (turn * plan.tiles + tile) * kv_heads + remainder % plan.by_kv_heads;
 }
 
 }  // namespace longspan::kernels::cuda

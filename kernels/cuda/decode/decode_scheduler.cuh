@@ -15,7 +15,7 @@ namespace longspan::kernels::cuda {
 
 /// Stores an empty state for each row of a piece that sees no key.
 template <class Traits>
-__device__ inline void store_empty(const AttendParams& p, const Plan& plan,
+__device__ inline void store_empty(const AttendParams& p, const WorkPlan& plan,
                                    const Sequence& sequence, const TileCoord& work, int thread) {
 #pragma unroll 1
   for (int row = 0; row < work.rows; ++row) {
@@ -27,7 +27,7 @@ __device__ inline void store_empty(const AttendParams& p, const Plan& plan,
 }
 
 /// The number of pieces that have keys; those without come last.
-__device__ inline int works_of(const Plan& plan, const SplitsTaken& taken) {
+__device__ inline int works_of(const WorkPlan& plan, const SplitsTaken& taken) {
   return taken.turns * static_cast<int>(plan.by_tiles.value * plan.by_kv_heads.value);
 }
 
@@ -37,7 +37,7 @@ class DecodeScheduler {
   using Shared = typename Traits::Shared;
 
  public:
-  __device__ DecodeScheduler(const AttendParams& p, const Plan& plan, const KvTensorMaps& maps,
+  __device__ DecodeScheduler(const AttendParams& p, const WorkPlan& plan, const KvTensorMaps& maps,
                              Shared& shared)
       : p_(p), plan_(plan), shared_(shared), works_(plan.works) {
     if (p.batch.query_start != nullptr || plan.numbers.where_uneven || plan.ticket != nullptr)
@@ -59,9 +59,9 @@ class DecodeScheduler {
       const bool found = find(to.stage);
       arch::wait_for_kernels_before();
       if (!found) break;
-      say_segments(to.stage);
+      publish_segments(to.stage);
     }
-    say(0, -1);
+    publish(0, -1);
   }
 
  private:
@@ -135,20 +135,20 @@ class DecodeScheduler {
 
   /// Announces all segments of the piece in the slot, and loads its queries. The first segment is
   /// announced first, since its keys take longest; its level follows with the queries.
-  __device__ __forceinline__ void say_segments(int slot) {
+  __device__ __forceinline__ void publish_segments(int slot) {
     DecodeQueries<Traits>& queries = shared_.queries[slot];
     const DecodeWorkTile& piece = shared_.piece[slot];
     const int first = known_.stage;
     std::int64_t place = walk_.place;
-    say(slot, static_cast<int>(walk_.segment));
+    publish(slot, static_cast<int>(walk_.segment));
     typename DecodeQueries<Traits>::Words words;
-    queries.ask(p_, piece, 0, words);
+    queries.request(p_, piece, 0, words);
     bool more = walk_.next();
     if (thread_ == 0) shared_.levels[first] = level_of(place, more);
     queries.put(p_, 0, words);
 #pragma unroll 1
     for (int n = 1; n < Traits::kRowTiles; ++n) {
-      queries.ask(p_, piece, n, words);
+      queries.request(p_, piece, n, words);
       queries.put(p_, n, words);
     }
     __syncwarp();
@@ -159,7 +159,7 @@ class DecodeScheduler {
       place = walk_.place;
       more = walk_.next();
       if (thread_ == 0) shared_.levels[known_.stage] = level_of(place, more);
-      say(slot, index);
+      publish(slot, index);
     }
   }
 
@@ -170,7 +170,7 @@ class DecodeScheduler {
   }
 
   /// Announces a segment and the places of its keys to the producers; index < 0 announces the end.
-  __device__ __forceinline__ void say(int slot, int index) {
+  __device__ __forceinline__ void publish(int slot, int index) {
     shared_.loaded[ahead_.stage].wait(ahead_.parity ^ 1);
     DecodeSegment segment{index, static_cast<std::int16_t>(slot), 0, 0};
     if (segment) {
@@ -258,7 +258,7 @@ class DecodeScheduler {
   }
 
   const AttendParams& p_;
-  const Plan& plan_;
+  const WorkPlan& plan_;
   Shared& shared_;
   PipelineState<Shared::kAhead> ahead_;     // of the segment announced next, in the producers' ring
   PipelineState<Shared::kSegments> known_;  // the same in the consumers' ring

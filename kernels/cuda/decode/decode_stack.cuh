@@ -37,7 +37,7 @@ class DecodeStack {
   /// more.
   __device__ __forceinline__ void fold(State& newest, int level) {
     fold_low(newest, level);
-    if (level > kLow) fold_rest(newest, level);
+    if (level > kLow) fold_waiting(newest, level);
     if (level == kAll) return;
     if (level >= kLow) store(at(level), newest);
     waiting_ |= 1u << level;
@@ -87,7 +87,7 @@ class DecodeStack {
     }
   }
 
-  __device__ __forceinline__ void fold_rest(State& newest, int level) {
+  __device__ __forceinline__ void fold_waiting(State& newest, int level) {
 #pragma unroll 1
     while (waiting_ != 0) {
       const int lowest = __ffs(static_cast<int>(waiting_)) - 1;

@@ -60,7 +60,8 @@ void check_scratch(std::size_t needed, std::size_t given) {
 }
 
 /// Queues only the attention: splits stay as they are.
-void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStream_t stream) {
+void queue_splits(const AttendParams& p, KernelLaunch& launch, const Gpu& gpu,
+                  cudaStream_t stream) {
   check_scratch(launch.bytes, p.scratch_bytes);
   if (launch.plan.works == 0) return;
   if (launch.plan.ticket != nullptr && launch.plan.ticket != p.ticket)
@@ -77,7 +78,7 @@ void queue_splits(const AttendParams& p, Launch& launch, const Gpu& gpu, cudaStr
 
 /// Queues the attention and the fold of its splits. `finished` is the result of rows that have no
 /// other state; null: their states are written.
-void queue(const AttendParams& p, Launch& launch, const MergeParams* finished, const Gpu& gpu,
+void queue(const AttendParams& p, KernelLaunch& launch, const MergeParams* finished, const Gpu& gpu,
            cudaStream_t stream) {
   queue_splits(p, launch, gpu, stream);
   if (launch.plan.works == 0) return;
@@ -126,17 +127,17 @@ sm90::Finished finished_of(const MergeParams& m) {
 Gpu current_gpu() {
   int device = 0;
   LONGSPAN_CUDA(cudaGetDevice(&device));
-  const auto ask = [device](cudaDeviceAttr attribute) {
+  const auto value_of = [device](cudaDeviceAttr attribute) {
     int value = 0;
     LONGSPAN_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
     return value;
   };
   // All kernels are built for the same architectures, so one of decode is representative.
   const int ptx_version = ptx_version_of(decode_bf16(128, 1, Loader::plain).kernel());
-  return {.multiprocessors = ask(cudaDevAttrMultiProcessorCount),
-          .shared_bytes = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          .block_bytes = ask(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          .block_own_bytes = ask(cudaDevAttrReservedSharedMemoryPerBlock),
+  return {.multiprocessors = value_of(cudaDevAttrMultiProcessorCount),
+          .shared_bytes = value_of(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+          .block_bytes = value_of(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          .block_own_bytes = value_of(cudaDevAttrReservedSharedMemoryPerBlock),
           .sm90_code = is_code_of_sm90(ptx_version),
           .hopper_code = sm90::runs_here(),
           .shape = shape_of,
@@ -152,7 +153,7 @@ bool attend_hopper(const AttendParams& p, const Kind&, const MergeParams* result
 bool attend_planned(Family family, const AttendParams& p, const Kind& kind,
                     const MergeParams* result, Stream to) {
   const auto stream = static_cast<cudaStream_t>(to.handle);
-  Launch launch = make_launch(family, p, kind);
+  KernelLaunch launch = make_launch(family, p, kind);
   if (result != nullptr && launch.plan.splits == 1) return false;
   const std::size_t aside = bytes_aside(p, launch);
   if (aside == 0) {
@@ -228,7 +229,7 @@ bool attend_exchanged(const AttendParams& p, const ExchangeParams& e, const Gpu&
   if (!is_decode(p) || e.merge.states.rows != p.tokens * p.heads || push_of(e) != Push::one_trip)
     return false;
   const Kind kind = kind_of(p, Lengths::only_short, gpu);
-  Launch launch = make_launch(serving(p, kind).id, p, kind);
+  KernelLaunch launch = make_launch(serving(p, kind).id, p, kind);
   if (launch.plan.splits == 1) return false;
   queue_splits(p, launch, gpu, stream);
   exchange_parts(launch.plan, e, gpu.multiprocessors, stream);

@@ -32,6 +32,6 @@ Gpu current_gpu();
 void attend(const AttendParams& p, const Gpu& gpu, cudaStream_t stream);
 
 /// Folds the states of the splits of sequences into their rows of p.state.
-void fold_parts(const AttendParams& p, const Plan& plan, cudaStream_t stream);
+void fold_parts(const AttendParams& p, const WorkPlan& plan, cudaStream_t stream);
 
 }  // namespace longspan::kernels::cuda

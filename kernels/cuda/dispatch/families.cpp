@@ -61,7 +61,7 @@ constexpr CudaFamily planned(const char* queries, const char* heads, const char*
               },
           .needs =
               [](const AttendParams& p, const Kind& kind) {
-                const Launch launch = make_launch(kId, p, kind);
+                const KernelLaunch launch = make_launch(kId, p, kind);
                 return bytes_aside(p, launch) + launch.bytes;
               },
           .scratch = [](const AttendParams& limits,

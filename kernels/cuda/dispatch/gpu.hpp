@@ -17,8 +17,8 @@ struct KvTensorMaps;  // decode_tensor_maps.hpp
 /// A compiled kernel, which is persistent: any grid does all the work. It is one of two kinds.
 struct KernelShape {
   /// The kernel for short queries. It waits for the kernels before it itself (overlap.hpp).
-  void (*decode)(AttendParams, Plan, KvTensorMaps) = nullptr;
-  void (*tiled)(AttendParams, Plan) = nullptr;
+  void (*decode)(AttendParams, WorkPlan, KvTensorMaps) = nullptr;
+  void (*tiled)(AttendParams, WorkPlan) = nullptr;
   int threads = 0;
   int shared_bytes = 0;
   int tile_rows = 0;            // packed rows that a block takes at a time

@@ -43,7 +43,7 @@ Residence residence(const KernelShape& shape, const Gpu& gpu) {
 }
 
 /// Orders the pieces after those that resident blocks begin with by the lengths of their sequences.
-void order_sequences(const AttendParams& p, int places, Plan& plan) {
+void order_sequences(const AttendParams& p, int places, WorkPlan& plan) {
   const bool are_tiles = plan.sequence_tiles == 1 && plan.tiles == p.batch.size;
   if (!are_tiles || p.batch.kv_len == nullptr || p.batch.size > kMostSorted) return;
   const int turn = plan.tiles * p.kv_heads, first = places / turn;
@@ -68,7 +68,7 @@ Room room_of(const Instance& instance, const AttendParams& limits, const Kind& k
 }
 
 /// Computes Plan::known.
-bool is_known(const AttendParams& p, const Plan& plan) {
+bool is_known(const AttendParams& p, const WorkPlan& plan) {
   const Batch& batch = p.batch;
   const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&
                        batch.key_start == nullptr && p.shard.table == nullptr;
@@ -79,7 +79,7 @@ bool is_known(const AttendParams& p, const Plan& plan) {
 /// Counts the row tiles of the batch: exactly for one sequence; for several, with lengths on the
 /// device, the smaller of two upper bounds. `expected` becomes the number of tiles that would have
 /// work if the sequences were equal.
-void plan_tiles(const AttendParams& p, Plan& plan, std::int64_t& expected) {
+void plan_tiles(const AttendParams& p, WorkPlan& plan, std::int64_t& expected) {
   const std::int64_t group = p.heads / p.kv_heads, size = p.batch.size;
   const auto tiles_of = [&](std::int64_t rows) {
     return (rows + plan.tile_rows - 1) / plan.tile_rows;
@@ -130,11 +130,11 @@ const Instance* instance_for(Family family, const AttendParams& p, const Kind& k
                           mean_rows(p, kind.lengths), kind.gpu.block_bytes);
 }
 
-Launch make_launch(Family family, const AttendParams& p, const Kind& kind) {
+KernelLaunch make_launch(Family family, const AttendParams& p, const Kind& kind) {
   const auto [lengths, loader, gpu] = kind;
-  Launch launch{gpu.shape(*instance_for(family, p, kind), p, lengths)};
+  KernelLaunch launch{gpu.shape(*instance_for(family, p, kind), p, lengths)};
   const KernelShape& shape = launch.shape;
-  Plan& plan = launch.plan;
+  WorkPlan& plan = launch.plan;
   const auto [resident, shared_bytes] = residence(shape, gpu);
   launch.shared_bytes = shared_bytes;
   plan.lengths = lengths;
@@ -179,7 +179,7 @@ StateSlots states_aside(const AttendParams& p, Lengths lengths, std::byte* data)
   return {data, tokens * p.heads, p.value_dim, p.parts ? p.parts.count : 1};
 }
 
-std::size_t bytes_aside(const AttendParams& p, const Launch& launch) {
+std::size_t bytes_aside(const AttendParams& p, const KernelLaunch& launch) {
   const bool alone = launch.plan.splits == 1 || p.parts;
   if (!p.resume || (launch.shape.resumes && alone)) return 0;
   const StateSlots aside = states_aside(p, launch.plan.lengths, nullptr);

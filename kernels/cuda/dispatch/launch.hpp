@@ -30,16 +30,16 @@ bool may_hold(const Geometry& p, Lengths lengths);
 /// Returns the instance of the family for sequences of this kind, or null if none fits the GPU.
 const Instance* instance_for(Family family, const AttendParams& p, const Kind& kind);
 
-struct Launch {
+struct KernelLaunch {
   KernelShape shape;
-  Plan plan;
+  WorkPlan plan;
   int blocks = 0;
   int shared_bytes = 0;   // of a block
   std::size_t bytes = 0;  // of scratch: ticket, stack, parts
 };
 
 /// Plans the launch of a family, which has an instance for the kind.
-Launch make_launch(Family family, const AttendParams& p, const Kind& kind);
+KernelLaunch make_launch(Family family, const AttendParams& p, const Kind& kind);
 
 /// The slots set aside for the states of a kind of sequences in a call that resumes, one for each
 /// slot that it writes, in the memory at `data`. They have all rows of the call, since sequences
@@ -49,7 +49,7 @@ StateSlots states_aside(const AttendParams& p, Lengths lengths, std::byte* data)
 /// The bytes of the states set aside, before this launch's scratch. They are needed if the rows
 /// start from a state and the kernel cannot: in decode kernels, and with splits, which another
 /// kernel folds.
-std::size_t bytes_aside(const AttendParams& p, const Launch& launch);
+std::size_t bytes_aside(const AttendParams& p, const KernelLaunch& launch);
 
 /// The most scratch of a kernel, in any call within limits: the bytes of a launch, and the tokens
 /// of split rows, whose states may be set aside.

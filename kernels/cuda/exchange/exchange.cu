@@ -32,7 +32,7 @@ constexpr int kResident = 2;  // blocks that every multiprocessor holds
 template <int kLevels>
 __global__ __launch_bounds__(kThreads,
                              kResident) void one_trip_kernel(const __grid_constant__ Task task) {
-  const Route& r = task.route;
+  const ExchangeRoute& r = task.route;
   const ExchangeParams& p = task.params;
   if (blockIdx.x == 0) return compare_headers(r, p);
   const unsigned column = threadIdx.x * 4;
@@ -55,20 +55,20 @@ __global__ __launch_bounds__(kThreads,
   BoundedWait wait(p, r, turn.epoch, r.own + turn.copy);
   for (std::uint32_t row = first + threadIdx.y; row < r.rows; row += row_step()) {
     const ResultRow result(p.merge, r, row, column);
-    Piece<4> state;
+    StateColumns<4> state;
     if (!collect<kLevels>(r, turn, row, column, wait, state)) break;
     result.end.finish(state);
     result.store(p.merge, state, task.wide);
   }
   __syncthreads();
-  rest<kLevels>(r, turn, first, r.rows, row_step(), column);
+  clear_slots<kLevels>(r, turn, first, r.rows, row_step(), column);
   departure.leave(p, turn);
 }
 
 template <int kLevels>
 __global__ __launch_bounds__(kThreads,
                              kResident) void two_trips_kernel(const __grid_constant__ Task task) {
-  const Route& r = task.route;
+  const ExchangeRoute& r = task.route;
   const ExchangeParams& p = task.params;
   if (blockIdx.x == 0) return compare_headers(r, p);
   constexpr int kPeers = (1 << kLevels) - 1;
@@ -102,7 +102,7 @@ __global__ __launch_bounds__(kThreads,
   for (std::uint32_t row = r.own_first + first_rows() + threadIdx.y; row < own_end && good;
        row += row_step()) {
     const ResultRow result(m, r, row, column);
-    Piece<4> state;
+    StateColumns<4> state;
     good = collect<kLevels>(r, turn, row, column, wait, state);
     if (!good) break;
     result.end.finish(state);
@@ -126,7 +126,7 @@ __global__ __launch_bounds__(kThreads,
     }
   }
   __syncthreads();
-  rest<kLevels>(r, turn, r.own_first + first_rows(), own_end, row_step(), column);
+  clear_slots<kLevels>(r, turn, r.own_first + first_rows(), own_end, row_step(), column);
 
   std::byte* results = r.own + turn.copy + r.result;
   std::byte* lses = r.own + turn.copy + r.lse;
@@ -149,7 +149,7 @@ __global__ __launch_bounds__(kThreads,
       for (int step = 0; step < kPeers; ++step) {
         const std::uint32_t row = r.share_first[step] + i;
         const bool is_missing = missing >> step & 1;
-        ask_elements(is_missing, results, size, row * dim + column, words[step]);
+        request_elements(is_missing, results, size, row * dim + column, words[step]);
         arch::load_volatile_if(is_missing && column == 0, lses + row * 4, lse[step]);
       }
 #pragma unroll
@@ -171,7 +171,7 @@ __global__ __launch_bounds__(kThreads,
         if (places[step].lse != nullptr) *places[step].lse = __uint_as_float(~lse[step]);
       }
       // No other thread reads these words.
-      rest_elements(results + (row * dim + column) * static_cast<unsigned>(size), size);
+      clear_elements(results + (row * dim + column) * static_cast<unsigned>(size), size);
       if (column == 0) *reinterpret_cast<std::uint32_t*>(lses + row * 4) = 0;
     }
   }
@@ -204,7 +204,8 @@ void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& blo
 }
 
 template <auto* kKernel>
-void launch(const ExchangeParams& p, const Route& route, std::int64_t rows, cudaStream_t stream) {
+void launch(const ExchangeParams& p, const ExchangeRoute& route, std::int64_t rows,
+            cudaStream_t stream) {
   dim3 grid, block;
   launch_of(p, rows, grid, block);
   const bool wide = is_aligned<4>(p.merge.out, p.merge.dtype);
@@ -236,7 +237,7 @@ Push push_of(const ExchangeParams& p) {
 void exchange(const ExchangeParams& p, cudaStream_t stream) {
   if (p.merge.states.rows == 0) return;
   const Push push = push_of(p);
-  const Route route = make_route(p);
+  const ExchangeRoute route = make_route(p);
   for_levels<3>(log2_ceil(p.peers.ranks), [&](auto levels) {
     constexpr int kLevels = std::max(1, decltype(levels)::value);
     if (push == Push::one_trip)

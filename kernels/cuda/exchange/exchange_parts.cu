@@ -47,15 +47,15 @@ struct Parts {
 
 struct PartsTask {
   Parts parts;
-  Route route;
+  ExchangeRoute route;
   ExchangeParams params;
   bool wide;
 };
 
 /// The row of the parts with the splits of a row of the states. For a row without a sequence it may
 /// be any: the words sent for such a row are not used.
-__device__ std::uint32_t row_of_parts(const Parts& parts, const Route& r, const Batch& batch,
-                                      std::uint32_t row) {
+__device__ std::uint32_t row_of_parts(const Parts& parts, const ExchangeRoute& r,
+                                      const Batch& batch, std::uint32_t row) {
   if (parts.tokens == 0) return row;
   const std::uint32_t token = r.heads(row);
   const int sequence = last_start(batch.size, token, [&](int b) { return batch.query_start[b]; });
@@ -72,7 +72,8 @@ struct PartLoad {
   std::uint64_t slot_bytes;
 
   /// `row` is a row of the parts.
-  __device__ PartLoad(const Parts& parts, const Route& r, std::uint32_t row, unsigned column)
+  __device__ PartLoad(const Parts& parts, const ExchangeRoute& r, std::uint32_t row,
+                      unsigned column)
       : slot_bytes(parts.slot_bytes) {
     const int alone = parts.levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
     const std::byte* first = parts.slots + (std::uint64_t{threadIdx.z} << alone) * slot_bytes;
@@ -84,8 +85,8 @@ struct PartLoad {
 /// Gives plane 0 the state of the row whose splits `load` loads. All threads call this, with a
 /// barrier between calls. A kAlone above kAloneLevels stands for that many levels, or more.
 template <int kAlone>
-__device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
-                                Waiting<kThreads>& waiting) {
+__device__ StateColumns<4> fold_planes(const PartLoad& load, const Parts& parts,
+                                       Waiting<kThreads>& waiting) {
   constexpr int kGroup = std::min(kAlone, kAloneLevels);
   const int alone = parts.levels - (__ffs(static_cast<int>(blockDim.z)) - 1);
   const int first = static_cast<int>(threadIdx.z) << alone;
@@ -96,7 +97,7 @@ __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
     return fold_slots<kGroup>(load.stats + at, load.o + at, load.slot_bytes,
                               [&](int i) { return taken.hold(first + in_plane + i); });
   };
-  Piece<4> state =
+  StateColumns<4> state =
       kAlone > kGroup ? fold_groups(group_of, alone - kGroup, LogBase::two) : group_of(0);
   fold_threads(state, waiting, threadIdx.z, blockDim.z, thread(), blockDim.y * blockDim.x);
   return state;
@@ -104,8 +105,8 @@ __device__ Piece<4> fold_planes(const PartLoad& load, const Parts& parts,
 
 /// Sends the rows from `first` on to every peer, then to the own slot; plane 0 does it.
 template <int kLevels>
-__device__ void send_rows(const Route& r, const Turn& turn, std::uint32_t first, unsigned column,
-                          const Piece<4>& state) {
+__device__ void send_rows(const ExchangeRoute& r, const Turn& turn, std::uint32_t first,
+                          unsigned column, const StateColumns<4>& state) {
   const std::uint32_t row = first + threadIdx.y;
   if (threadIdx.z != 0 || row >= r.rows) return;
   const uint4 four = {__float_as_uint(state.o[0]), __float_as_uint(state.o[1]),
@@ -128,7 +129,7 @@ template <int kAlone, int kLevels>
 __global__ __launch_bounds__(kThreads,
                              1) void exchange_parts_kernel(const __grid_constant__ PartsTask task) {
   auto& waiting = arch::shared_variable<Waiting<kThreads>>();
-  const Route& r = task.route;
+  const ExchangeRoute& r = task.route;
   const ExchangeParams& p = task.params;
   if (blockIdx.x == 0) return compare_headers(r, p);
   const Parts& parts = task.parts;
@@ -145,7 +146,7 @@ __global__ __launch_bounds__(kThreads,
   arch::prefetch(load.o);
   const Turn turn(r);
   arch::wait_for_kernels_before();
-  Piece<4> state = fold_planes<kAlone>(load, parts, waiting);
+  StateColumns<4> state = fold_planes<kAlone>(load, parts, waiting);
   for (std::uint32_t next = first;;) {
     send_rows<kLevels>(r, turn, next, column, state);
     next += row_step();
@@ -160,13 +161,13 @@ __global__ __launch_bounds__(kThreads,
   const std::uint32_t plane_step = row_step() * blockDim.z;
   for (std::uint32_t row = plane_first + threadIdx.y; row < r.rows; row += plane_step) {
     const ResultRow result(p.merge, r, row, column);
-    Piece<4> merged;
+    StateColumns<4> merged;
     if (!collect<kLevels>(r, turn, row, column, wait, merged)) break;
     result.end.finish(merged);
     result.store(p.merge, merged, task.wide);
   }
   __syncthreads();
-  rest<kLevels>(r, turn, plane_first, r.rows, plane_step, column);
+  clear_slots<kLevels>(r, turn, plane_first, r.rows, plane_step, column);
   departure.leave(p, turn);
 }
 
@@ -193,7 +194,7 @@ int launch_of(const ExchangeParams& p, int levels, int multiprocessors, dim3& gr
 
 }  // namespace
 
-void exchange_parts(const Plan& plan, const ExchangeParams& p, int multiprocessors,
+void exchange_parts(const WorkPlan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream) {
   const StateSlots& slots = plan.parts;
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };

@@ -14,7 +14,7 @@ namespace longspan::kernels::cuda {
 /// The destinations of words. The parts of a copy are offsets from its start, the same in every
 /// peer buffer. A peer is named by its step: 0 is the rank after this one, and so on around the
 /// ring, so that ranks do not all write to one.
-struct Route {
+struct ExchangeRoute {
   static constexpr int kMostPeers = PeerView::kMostRanks - 1;
 
   // The fields that a kernel needs before its first store are adjacent, in few lines of the
@@ -46,18 +46,18 @@ struct Route {
   std::uint32_t share_count_most;  // of any rank
 };
 
-inline Route make_route(const ExchangeParams& p) {
+inline ExchangeRoute make_route(const ExchangeParams& p) {
   const PeerView& view = p.peers;
   const StateSlots& states = p.merge.states;
   const PeerBufferLayout layout{p.capacity, states.dim, view.ranks};
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
-  Route r{.rows = small(states.rows),
-          .row_bytes = small(states.dim * 4),
-          .o = small(StateSlots::stats_bytes(states.rows)),
-          .peers = small(view.ranks - 1),
-          .own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank)),
-          .epoch = view.epoch,
-          .heads = Divisor(small(p.merge.heads))};
+  ExchangeRoute r{.rows = small(states.rows),
+                  .row_bytes = small(states.dim * 4),
+                  .o = small(StateSlots::stats_bytes(states.rows)),
+                  .peers = small(view.ranks - 1),
+                  .own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank)),
+                  .epoch = view.epoch,
+                  .heads = Divisor(small(p.merge.heads))};
   r.own = view.peer_buffer[view.rank];
   r.copies = small(layout.copy(0));
   r.copy_bytes = small(layout.copy_bytes());
@@ -71,7 +71,7 @@ inline Route make_route(const ExchangeParams& p) {
   r.own_first = first(view.rank);
   r.own_count = count(view.rank);
   r.share_count_most = share;
-  for (int step = 0; step < Route::kMostPeers; ++step) {
+  for (int step = 0; step < ExchangeRoute::kMostPeers; ++step) {
     const int rank = step < view.ranks - 1 ? (view.rank + 1 + step) % view.ranks : view.rank;
     r.rank[step] = static_cast<std::uint8_t>(rank);
     r.peer_buffer[step] = view.peer_buffer[rank];

@@ -8,7 +8,7 @@ namespace longspan::kernels::cuda {
 
 /// The arguments of a kernel. The route comes first, for the reason given at Route.
 struct Task {
-  Route route;
+  ExchangeRoute route;
   ExchangeParams params;
   bool wide;  // results may be stored with all columns of a thread at a time
 };
@@ -26,7 +26,7 @@ struct Turn {
   std::uint32_t index;  // of the copy
   std::uint64_t copy;   // offset from the start of every peer buffer
 
-  __device__ explicit Turn(const Route& r)
+  __device__ explicit Turn(const ExchangeRoute& r)
       : epoch(next_epoch(arch::load_relaxed(r.epoch))),
         index(copy_of(epoch)),
         copy(r.copies + std::uint64_t{index} * r.copy_bytes) {}
@@ -53,7 +53,7 @@ class Departure {
 /// The work of block 0: the values that ranks must agree on travel as a separate line, which a
 /// thread sends to each peer. It arrives before the states, and no block that carries states has to
 /// poll for it.
-__device__ inline void compare_headers(const Route& r, const ExchangeParams& p) {
+__device__ inline void compare_headers(const ExchangeRoute& r, const ExchangeParams& p) {
   arch::wait_for_kernels_before();
   const Turn turn(r);
   if (thread() < r.peers) {

@@ -39,8 +39,8 @@ __device__ inline bool differs(const ExchangeParams& p, uint4 header, std::uint3
 class BoundedWait {
  public:
   /// `copy` is the start of the copy in this rank's own peer buffer.
-  __device__ BoundedWait(const ExchangeParams& params, const Route& route, std::uint32_t epoch,
-                         const std::byte* copy)
+  __device__ BoundedWait(const ExchangeParams& params, const ExchangeRoute& route,
+                         std::uint32_t epoch, const std::byte* copy)
       : p_(params), watch_(*reinterpret_cast<Watch*>(route.own)), headers_(copy), epoch_(epoch) {}
 
   /// Called after a poll that found nothing; false if the wait has to end. `rank` is the awaited

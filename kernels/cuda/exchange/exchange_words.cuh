@@ -30,13 +30,14 @@ __device__ inline bool has_arrived(uint4 four) {
 // ---- states ------------------------------------------------------------------------------------
 
 /// The offset of four columns of a row in a slot.
-__device__ inline std::uint32_t columns_at(const Route& r, std::uint32_t row, unsigned column) {
+__device__ inline std::uint32_t columns_at(const ExchangeRoute& r, std::uint32_t row,
+                                           unsigned column) {
   return r.o + row * r.row_bytes + column * 4;
 }
 
 /// Waits until attention has written its states. Work before that costs no time: finding this
 /// rank's row, and prefetching its memory.
-__device__ inline void wait_for_states(const Route& r, std::uint32_t row, unsigned column) {
+__device__ inline void wait_for_states(const ExchangeRoute& r, std::uint32_t row, unsigned column) {
   arch::prefetch(r.own_state + columns_at(r, min(row, r.rows - 1), column));
   arch::wait_for_kernels_before();
 }
@@ -49,15 +50,15 @@ struct OwnRows {
 
   OwnRows() = default;
   /// Past the last row it loads the last one, which `send` leaves out.
-  __device__ OwnRows(const Route& r, std::uint32_t first, unsigned column) {
+  __device__ OwnRows(const ExchangeRoute& r, std::uint32_t first, unsigned column) {
     const std::uint32_t row = min(first + threadIdx.y, r.rows - 1);
     const std::uint32_t stats_row = min(first + min(thread(), blockDim.y - 1), r.rows - 1);
     o = __ldcg(reinterpret_cast<const float4*>(r.own_state + columns_at(r, row, column)));
     stats = __ldcg(reinterpret_cast<const float2*>(r.own_state) + stats_row);
   }
   /// Stores the rows to a slot; rows from `end` on are left out.
-  __device__ void send(const Route& r, std::byte* slot, std::uint32_t first, std::uint32_t end,
-                       unsigned column) const {
+  __device__ void send(const ExchangeRoute& r, std::byte* slot, std::uint32_t first,
+                       std::uint32_t end, unsigned column) const {
     const std::uint32_t row = first + threadIdx.y, stats_row = first + thread();
     const uint4 four = {__float_as_uint(o.x), __float_as_uint(o.y), __float_as_uint(o.z),
                         __float_as_uint(o.w)};
@@ -71,8 +72,8 @@ struct OwnRows {
 /// Returns the merged state of a row whose words have arrived, or are in flight; false if the wait
 /// has to end. It requests the words of all ranks at once, then those that were missing.
 template <int kLevels>
-__device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, unsigned column,
-                        BoundedWait& wait, Piece<4>& state) {
+__device__ bool collect(const ExchangeRoute& r, const Turn& turn, std::uint32_t row,
+                        unsigned column, BoundedWait& wait, StateColumns<4>& state) {
   constexpr int kPlaces = 1 << kLevels;
   uint2 stats[kPlaces] = {};
   uint4 o[kPlaces] = {};
@@ -96,7 +97,7 @@ __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, uns
       [&](int place) {
         const std::uint32_t inverted = r.peer_places >> place & 1 ? ~0u : 0;
         const auto value = [&](std::uint32_t word) { return __uint_as_float(word ^ inverted); };
-        Piece<4> piece = {
+        StateColumns<4> piece = {
             {value(stats[place].x), value(stats[place].y)},
             {value(o[place].x), value(o[place].y), value(o[place].z), value(o[place].w)}};
         if (r.empty_places >> place & 1) piece.stats = empty_stats();
@@ -110,8 +111,8 @@ __device__ bool collect(const Route& r, const Turn& turn, std::uint32_t row, uns
 /// on, up to `end`. All threads call it after a barrier, when the threads of a row have all read
 /// its statistics.
 template <int kLevels>
-__device__ void rest(const Route& r, const Turn& turn, std::uint32_t first, std::uint32_t end,
-                     std::uint32_t step, unsigned column) {
+__device__ void clear_slots(const ExchangeRoute& r, const Turn& turn, std::uint32_t first,
+                            std::uint32_t end, std::uint32_t step, unsigned column) {
   for (; first < end; first += step) {
     const std::uint32_t row = first + threadIdx.y, stats_row = first + plane_thread();
 #pragma unroll
@@ -136,21 +137,22 @@ struct ResultRow {
   ResultPlace place;
   bool is_wanted;
 
-  __device__ ResultRow(const MergeParams& m, const Route& r, std::uint32_t row, unsigned column)
+  __device__ ResultRow(const MergeParams& m, const ExchangeRoute& r, std::uint32_t row,
+                       unsigned column)
       : token(r.heads(row)),
         end(m, static_cast<int>(row - token * m.heads)),
         place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
         is_wanted(in_batch(m.batch, token)) {}
 
   template <int kColumns>
-  __device__ void store(const MergeParams& m, const Piece<kColumns>& row, bool wide) const {
+  __device__ void store(const MergeParams& m, const StateColumns<kColumns>& row, bool wide) const {
     if (is_wanted) store_result(m, place, row, wide);
   }
 };
 
 /// Requests four elements of a dense `out` in a peer buffer.
-__device__ inline void ask_elements(bool wanted, const std::byte* from, int size, std::uint32_t at,
-                                    uint4& words) {
+__device__ inline void request_elements(bool wanted, const std::byte* from, int size,
+                                        std::uint32_t at, uint4& words) {
   if (size == 4) return arch::load_volatile_if(wanted, from + at * 4, words);
   uint2 two = {words.x, words.y};
   if (size == 2)
@@ -172,7 +174,7 @@ __device__ inline void send_elements(std::byte* to, int size, std::uint32_t at, 
   else
     arch::store_volatile(to + at, sent(words.x));
 }
-__device__ inline void rest_elements(std::byte* at, int size) {
+__device__ inline void clear_elements(std::byte* at, int size) {
   if (size == 4)
     *reinterpret_cast<uint4*>(at) = uint4{};
   else if (size == 2)

@@ -66,12 +66,12 @@ Softcap softcap_of(const Score& score) {
 template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  constexpr bool kE4m3 = T::kEightBits, kMost = kE4m3 || T::kScores == Scores::any;
+  constexpr bool kE4m3 = T::kEightBits, kMost = kE4m3 || T::kScores == ScoreKind::any;
   constexpr int kBytes =
       cuda::bytes_of(kE4m3 ? cuda::Family::hopper_e4m3 : cuda::Family::hopper,
                      kE4m3 ? cuda::Loader::any8 : cuda::Loader::any16, T::kDim, T::kRows);
   static_assert(kMost ? sizeof(Shared<T>) == kBytes : sizeof(Shared<T>) <= kBytes);
-  Call call{};
+  KernelParams call{};
   call.q = query_map_of(params);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
@@ -90,11 +90,11 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
 }
 
 /// Launches the tile configuration for the call's head_dim.
-template <class Element, Scores kScores>
+template <class Element, ScoreKind kScores>
 void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
   const auto run = [&]<TileShape kShape>() {
-    launch<Tile<Element, kShape, kScores>>(params, finished, least_rows, stream);
+    launch<TileTraits<Element, kShape, kScores>>(params, finished, least_rows, stream);
   };
   if (params.head_dim <= kDim64.dim) return run.template operator()<kDim64>();
   if (params.head_dim <= kDim80.dim) return run.template operator()<kDim80>();
@@ -107,9 +107,9 @@ void choose_tile(const AttendParams& params, const Finished& finished, int least
 template <class Element>
 void choose(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
-  const auto run = params.bias.slopes             ? choose_tile<Element, Scores::any>
-                   : params.score.softcap != 0.0f ? choose_tile<Element, Scores::softcap>
-                                                  : choose_tile<Element, Scores::plain>;
+  const auto run = params.bias.slopes             ? choose_tile<Element, ScoreKind::any>
+                   : params.score.softcap != 0.0f ? choose_tile<Element, ScoreKind::softcap>
+                                                  : choose_tile<Element, ScoreKind::plain>;
   run(params, finished, least_rows, stream);
 }
 
@@ -118,8 +118,8 @@ template <class Result>
 void choose_e4m3(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
   const auto run = [&]<TileShape kShape>() {
-    launch<Tile<__nv_fp8_e4m3, kShape, Scores::plain, Result>>(params, finished, least_rows,
-                                                               stream);
+    launch<TileTraits<__nv_fp8_e4m3, kShape, ScoreKind::plain, Result>>(params, finished,
+                                                                        least_rows, stream);
   };
   if (params.head_dim <= kE4m3Dim64.dim) return run.template operator()<kE4m3Dim64>();
   if (params.head_dim <= kE4m3Dim128.dim) return run.template operator()<kE4m3Dim128>();
@@ -136,7 +136,7 @@ bool runs_here() {
 #endif
   const int major = limits_of_gpu().major, minor = limits_of_gpu().minor;
   const auto ptx_version = [] {  // queried once: it is the same on all GPUs of this capability
-    using Some = Tile<__half, kDim64>;
+    using Some = TileTraits<__half, kDim64>;
     static const int found =
         cuda::ptx_version_of(reinterpret_cast<const void*>(attend_kernel<Some>));
     return found;

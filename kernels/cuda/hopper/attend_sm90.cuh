@@ -33,7 +33,7 @@ namespace longspan::kernels::sm90 {
 
 /// The first warpgroup: the second warp is the scheduler, the others are producers.
 template <class T>
-__device__ __forceinline__ void produce(const Call& call, Shared<T>& shared) {
+__device__ __forceinline__ void produce(const KernelParams& call, Shared<T>& shared) {
   const unsigned warp = threadIdx.x / 32;
   if constexpr (T::kFixedOrder) {
     if (warp == 1)
@@ -53,7 +53,8 @@ __device__ __forceinline__ void produce(const Call& call, Shared<T>& shared) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) attend_kernel(const __grid_constant__ Call call) {
+__global__ void __launch_bounds__(T::kThreads, 1)
+    attend_kernel(const __grid_constant__ KernelParams call) {
   // Builds for other GPUs have an empty kernel that is never launched.
   if constexpr (kHasWgmma) {
     std::byte* const memory = shared_by_1024;

@@ -29,7 +29,7 @@ class Consumer16Bit : Consumer<T> {
   using Base::wait_turn, Base::wait_work, Base::wait_queries, Base::wait_keys, Base::wait_values;
 
  public:
-  __device__ __forceinline__ Consumer16Bit(const Fragments<T>& fragments, const Call& call,
+  __device__ __forceinline__ Consumer16Bit(const Fragments<T>& fragments, const KernelParams& call,
                                            Shared<T>& shared, int group)
       : Base(fragments, call, shared, group), factor_(score_factor<T>(call)) {}
 
@@ -110,16 +110,16 @@ class Consumer16Bit : Consumer<T> {
 
   /// Determines the bias of the next tile while its products are in flight.
   __device__ __forceinline__ void find_bias() {
-    if constexpr (T::kScores == Scores::any)
+    if constexpr (T::kScores == ScoreKind::any)
       bias_ = find_tile<T>(shared.alibi.terms[work.stage], first_key - T::kKeys, 64 * group);
   }
 
   /// s becomes the weights of the next tile to the left.
   __device__ __forceinline__ void make_weights() {
     first_key -= T::kKeys;
-    if constexpr (T::kScores == Scores::plain)
+    if constexpr (T::kScores == ScoreKind::plain)
       weigh_products();
-    else if constexpr (T::kScores == Scores::softcap)
+    else if constexpr (T::kScores == ScoreKind::softcap)
       weigh_capped();
     else
       weigh_biased();
@@ -181,7 +181,8 @@ class Consumer16Bit : Consumer<T> {
 
   const float factor_;  // base 2, from a product, or its tanh, to a score
   int clear_ = 0;       // keys of the values below this one are cleared
-  [[no_unique_address]] std::conditional_t<T::kScores == Scores::any, AlibiTile, NoAlibi> bias_{};
+  [[no_unique_address]] std::conditional_t<T::kScores == ScoreKind::any, AlibiTile, NoAlibi>
+      bias_{};
 };
 
 }  // namespace longspan::kernels::sm90

@@ -51,7 +51,7 @@ struct SegmentSources {
   int depth;         // the most states of a block that wait far
 };
 
-struct Call {
+struct KernelParams {
   CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; if sequences
                         // lie apart, q has the heads of one after those of the other
   AttendParams params;
@@ -89,7 +89,7 @@ __device__ inline void await_digests(const KeyArrivals& arrivals) {
 
 /// Whether keys and values are in pages.
 template <class T>
-__device__ bool has_pages(const Call& call) {
+__device__ bool has_pages(const KernelParams& call) {
   return T::kPages && call.params.pages;
 }
 
@@ -236,7 +236,7 @@ struct Shared {
   Barrier q_full[T::kConsumers], q_empty[T::kConsumers];
   Barrier k_full[T::kStages], k_empty[T::kStages];
   Barrier v_full[T::kStages], v_empty[T::kStages];
-  [[no_unique_address]] std::conditional_t<T::kScores == Scores::any,
+  [[no_unique_address]] std::conditional_t<T::kScores == ScoreKind::any,
                                            AlibiShared<T::kConsumers, T::kKeys>, NoAlibi>
       alibi;
   [[no_unique_address]] std::conditional_t<T::kEightBits, StoredValues<T>, NoStoredValues> stored;
@@ -250,7 +250,7 @@ inline constexpr int kPageWarps = 2;  // that copy keys and values from pages
 /// One thread initialises the barriers: each counts the threads that fill its buffer, or that empty
 /// it.
 template <class T>
-__device__ __forceinline__ void init_barriers(const Call& call, Shared<T>& shared) {
+__device__ __forceinline__ void init_barriers(const KernelParams& call, Shared<T>& shared) {
   constexpr int kConsumerWarps = 4 * T::kConsumers;
   for (int i = 0; i < 2; ++i) {
     shared.work_full[i].init(32);

@@ -72,7 +72,7 @@ struct Consumer : Fragments<T> {
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 1 + T::kConsumers;
   using Fragments<T>::s, Fragments<T>::o, Fragments<T>::softmax;
 
-  __device__ __forceinline__ Consumer(const Fragments<T>& fragments, const Call& of_call,
+  __device__ __forceinline__ Consumer(const Fragments<T>& fragments, const KernelParams& of_call,
                                       Shared<T>& of_block, int warpgroup)
       : Fragments<T>(fragments),
         call(of_call),
@@ -164,7 +164,7 @@ struct Consumer : Fragments<T> {
     shared.work_empty[stage].arrive();
   }
 
-  const Call& call;
+  const KernelParams& call;
   Shared<T>& shared;
   const int group;  // index of the consumer warpgroup
   const int lane;
@@ -179,7 +179,7 @@ struct Consumer : Fragments<T> {
 
 /// Runs the main loop of one consumer.
 template <template <class> class MainLoop, class T>
-__device__ __forceinline__ void consume(const Call& call, Shared<T>& shared, int group) {
+__device__ __forceinline__ void consume(const KernelParams& call, Shared<T>& shared, int group) {
   float s[T::kKeys / 2], o[T::kColumns / 2], ratio[2];
   std::uint32_t p[T::kKeys / T::kStep][4];
   OnlineSoftmax<T> softmax;

@@ -10,7 +10,7 @@ namespace longspan::kernels::sm90 {
 /// origin, and its sum that of one thread of the four. The thread reads exactly what it writes in
 /// store_state, and max and sum, which the first of the four writes there.
 template <class T>
-__device__ void load_state(const Call& call, const Shared<T>& shared, int stage, int row,
+__device__ void load_state(const KernelParams& call, const Shared<T>& shared, int stage, int row,
                            OnlineSoftmax<T>& softmax, int h, float (&o)[T::kDim / 2]) {
   const WorkTile& tile = shared.work[stage];
   if (row >= tile.rows) return;
@@ -47,7 +47,7 @@ __device__ float value_factor(const Shared<T>& shared, int stage, float sum, int
 
 /// The epilogue of one row that ends as a state.
 template <class T>
-__device__ void store_state(const Call& call, const Shared<T>& shared, int stage, int row,
+__device__ void store_state(const KernelParams& call, const Shared<T>& shared, int stage, int row,
                             const OnlineSoftmax<T>& softmax, int h,
                             const float (&o)[T::kColumns / 2]) {
   const WorkTile& tile = shared.work[stage];
@@ -109,8 +109,8 @@ __device__ FinishedRow<Result> finished_row(const Finished& finished, std::int64
 
 /// The epilogue of one row that ends finished, in the dtype of the result.
 template <class T>
-__device__ void store_finished(const Call& call, const Shared<T>& shared, int stage, int row,
-                               const OnlineSoftmax<T>& softmax, int h,
+__device__ void store_finished(const KernelParams& call, const Shared<T>& shared, int stage,
+                               int row, const OnlineSoftmax<T>& softmax, int h,
                                const float (&o)[T::kColumns / 2]) {
   const WorkTile& tile = shared.work[stage];
   const Finished& finished = call.finished;

@@ -39,7 +39,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   static_assert(sizeof(Shared<T>) == cuda::bytes_of(cuda::Family::hopper_in_order,
                                                     cuda::Loader::any16, T::kDim, T::kRows));
   static_assert(T::kStateBytes == state_bytes_in_order(T::kDim, T::kRows));
-  Call call{};
+  KernelParams call{};
   call.sources = {brings_of(params.q, params), brings_of(params.k, params),
                   brings_of(params.v, params), params.scratch + kCounterBytes,
                   depth_in_order(params)};

@@ -73,7 +73,7 @@ class ConsumerInOrder : Consumer<T> {
 
  public:
   __device__ __forceinline__ ConsumerInOrder(const Fragments<T>& fragments, Accumulators& second,
-                                             const Call& call, Shared<T>& shared, int group)
+                                             const KernelParams& call, Shared<T>& shared, int group)
       : Base(fragments, call, shared, group), second_(second) {}
 
   __device__ __forceinline__ void run() {
@@ -369,7 +369,8 @@ class ConsumerInOrder : Consumer<T> {
 };
 
 template <class T>
-__device__ __forceinline__ void consume_in_order(const Call& call, Shared<T>& shared, int group) {
+__device__ __forceinline__ void consume_in_order(const KernelParams& call, Shared<T>& shared,
+                                                 int group) {
   float s[T::kKeys / 2], o[T::kDim / 2], second[T::kDim / 2], ratio[2];
   std::uint32_t p[T::kKeys / T::kStep][4];
   OnlineSoftmax<T> softmax;

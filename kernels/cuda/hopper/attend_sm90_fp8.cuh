@@ -170,7 +170,7 @@ class ConsumerE4m3 : Consumer<T> {
   using Base::wait_turn, Base::wait_work, Base::wait_queries, Base::wait_keys, Base::wait_values;
 
  public:
-  __device__ __forceinline__ ConsumerE4m3(const Fragments<T>& fragments, const Call& call,
+  __device__ __forceinline__ ConsumerE4m3(const Fragments<T>& fragments, const KernelParams& call,
                                           Shared<T>& shared, int group)
       : Base(fragments, call, shared, group), next_turn_(opaque(Base::turn_barrier_of_next())) {}
 

@@ -136,8 +136,8 @@ unsigned blocks_of(const AttendParams& params) {
 
 /// Completes the call, whose maps are set, and launches it.
 template <class T>
-void launch_call(Call& call, const AttendParams& params, const Finished& finished, int least_rows,
-                 cudaStream_t stream) {
+void launch_call(KernelParams& call, const AttendParams& params, const Finished& finished,
+                 int least_rows, cudaStream_t stream) {
   call.params = params;
   call.finished = finished;
   call.least_rows = least_rows;

@@ -28,7 +28,7 @@ class PageLoader {
     std::int32_t page[kGroups];
   };
 
-  __device__ explicit PageLoader(const Call& call) : call_(call) {}
+  __device__ explicit PageLoader(const KernelParams& call) : call_(call) {}
 
   /// The next tiles are of this work tile's sequence and head.
   __device__ void begin(const WorkTile& work) {
@@ -95,7 +95,7 @@ class PageLoader {
     return (g * kPageWarps + static_cast<int>(threadIdx.x) / 64) * 32;
   }
 
-  const Call& call_;
+  const KernelParams& call_;
   int sequence_, kv_head_, begin_, end_;
 };
 
@@ -103,7 +103,7 @@ class PageLoader {
 template <class T>
 class PageProducer {
  public:
-  __device__ __forceinline__ PageProducer(const Call& call, Shared<T>& shared)
+  __device__ __forceinline__ PageProducer(const KernelParams& call, Shared<T>& shared)
       : call_(call), shared_(shared), loader_(call), leads_(threadIdx.x == 0) {}
 
   __device__ __forceinline__ void run() {
@@ -178,7 +178,7 @@ class PageProducer {
     full[stage_of(tile)].arrive();
   }
 
-  const Call& call_;
+  const KernelParams& call_;
   Shared<T>& shared_;
   PageLoader<T> loader_;
   const bool leads_;

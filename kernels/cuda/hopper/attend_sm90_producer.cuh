@@ -12,7 +12,7 @@ inline constexpr int kWantedEarly = 8;
 
 /// One thread loads the work tile's queries, as soon as its consumers are done with those before.
 template <class T>
-__device__ void load_queries(const Call& call, Shared<T>& shared, int row, int head,
+__device__ void load_queries(const KernelParams& call, Shared<T>& shared, int row, int head,
                              std::uint32_t parity) {
   constexpr int kBytes = 64 * T::kPanels * 128;
   const std::uint64_t once = cache_policy<Keep::first_to_go>();
@@ -32,7 +32,7 @@ __device__ void load_queries(const Call& call, Shared<T>& shared, int row, int h
 template <class T>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const Call& call, Shared<T>& shared)
+  __device__ __forceinline__ Producer(const KernelParams& call, Shared<T>& shared)
       : call_(call),
         shared_(shared),
         keys_again_(cache_policy<Keep::last_to_go>()),
@@ -141,7 +141,7 @@ class Producer {
     state.advance();
   }
 
-  const Call& call_;
+  const KernelParams& call_;
   Shared<T>& shared_;
   const std::uint64_t keys_again_;
   const std::uint64_t before_;  // counts are relative to this

@@ -24,22 +24,22 @@ __device__ int first_slot(const Batch& batch, int b) {
 /// first. In the others they come last, when the longer ones have filled the multiprocessors
 /// unevenly.
 template <class T>
-__device__ int find_work_tile(const Call& call, unsigned index, WorkTile& tile) {
+__device__ int find_work_tile(const KernelParams& call, unsigned index, WorkTile& tile) {
   const AttendParams& params = call.params;
   const unsigned section_tiles = call.slots * call.section;
   const unsigned first_head = index / section_tiles * call.section;
   const unsigned heads = min(call.section, params.heads - first_head);
-  unsigned rest = index % section_tiles, slots = call.slots, below = 0;
-  if (first_head == 0 && rest < call.own_slots * heads) {
+  unsigned remainder = index % section_tiles, slots = call.slots, below = 0;
+  if (first_head == 0 && remainder < call.own_slots * heads) {
     slots = call.own_slots;
   } else if (first_head == 0) {
-    rest -= call.own_slots * heads;
+    remainder -= call.own_slots * heads;
     below = call.own_slots;
     slots -= below;
   }
-  tile.head = static_cast<int>(first_head + rest % heads);
+  tile.head = static_cast<int>(first_head + remainder % heads);
   tile.kv_head = tile.head / (params.heads / params.kv_heads);
-  const int slot = static_cast<int>(below + slots - 1 - rest / heads);
+  const int slot = static_cast<int>(below + slots - 1 - remainder / heads);
 
   const int b = last_start(params.batch.size, slot,
                            [&](int i) { return first_slot<T::kRows>(params.batch, i); });
@@ -65,7 +65,7 @@ __device__ float empty_lse(const Floats& sinks, int head) {
 /// One warp writes the rows that see no key on this rank: their empty state, or their finished
 /// zeros. Rows that started from a state keep it. (If they end finished, they do not come here.)
 template <class T>
-__device__ void store_empty(const Call& call, const WorkTile& tile) {
+__device__ void store_empty(const KernelParams& call, const WorkTile& tile) {
   const AttendParams& params = call.params;
   const Finished& finished = call.finished;
   const bool finish = finished.out.data != nullptr;
@@ -94,7 +94,7 @@ __device__ void store_empty(const Call& call, const WorkTile& tile) {
 template <class T>
 class Scheduler {
  public:
-  __device__ __forceinline__ Scheduler(const Call& call, Shared<T>& shared)
+  __device__ __forceinline__ Scheduler(const KernelParams& call, Shared<T>& shared)
       : call_(call), params_(call.params), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
@@ -193,7 +193,7 @@ class Scheduler {
       shared_.waiting.order[work_.stage] =
           params_.shard.for_sequence(found.sequence)
               .order(params_.batch.keys(found.sequence, params_.shard));
-    if constexpr (T::kScores == Scores::any)
+    if constexpr (T::kScores == ScoreKind::any)
       find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions,
                  found.sequence, tile.head, found.context_len,
                  static_cast<int>(params_.query_index(found.sequence, tile.row)),
@@ -211,7 +211,7 @@ class Scheduler {
     return reinterpret_cast<int*>(shared_.rows[work_.stage]);
   }
 
-  const Call& call_;
+  const KernelParams& call_;
   const AttendParams& params_;
   Shared<T>& shared_;
   const int lane_;

@@ -377,21 +377,21 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiTerms& t
 // ---- the instances ---------------------------------------------------------------------------
 
 template <class T>
-__device__ bool is_capped(const Call& call) {
-  return T::kScores == Scores::softcap ||
-         (T::kScores == Scores::any && call.softcap.height != 0.0f);
+__device__ bool is_capped(const KernelParams& call) {
+  return T::kScores == ScoreKind::softcap ||
+         (T::kScores == ScoreKind::any && call.softcap.height != 0.0f);
 }
 
 /// The factor that makes a score, base 2, of a product or of its tanh.
 template <class T>
-__device__ float score_factor(const Call& call) {
+__device__ float score_factor(const KernelParams& call) {
   return is_capped<T>(call) ? call.softcap.height : call.params.score.scale * kLog2E;
 }
 
 /// A row's maximum as the epilogue stores it. row: of the work tile.
 template <class T>
 __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) {
-  if constexpr (T::kScores == Scores::any)
+  if constexpr (T::kScores == ScoreKind::any)
     max = fmaf(shared.alibi.terms[stage].lift,
                static_cast<float>(shared.alibi.terms[stage].index + row), max);
   return max;
@@ -401,7 +401,7 @@ __device__ float lifted(float max, const Shared<T>& shared, int stage, int row) 
 /// two large numbers: the only loss is from rounding the lifted maximum.
 template <class T>
 __device__ float lowered(float max, const Shared<T>& shared, int stage, int row) {
-  if constexpr (T::kScores == Scores::any)
+  if constexpr (T::kScores == ScoreKind::any)
     max = fmaf(-shared.alibi.terms[stage].lift,
                static_cast<float>(shared.alibi.terms[stage].index + row), max);
   return max;

@@ -67,7 +67,7 @@ class RowCopier {
 template <class T>
 class SegmentProducer {
  public:
-  __device__ __forceinline__ SegmentProducer(const Call& call, Shared<T>& shared)
+  __device__ __forceinline__ SegmentProducer(const KernelParams& call, Shared<T>& shared)
       : call_(call), shared_(shared), lane_(threadIdx.x % 32), column_(lane_ % (T::kDim / 8) * 8) {}
 
   __device__ __forceinline__ void run() {
@@ -198,7 +198,7 @@ class SegmentProducer {
     return {data, how, column_ < call_.params.head_dim};
   }
 
-  const Call& call_;
+  const KernelParams& call_;
   Shared<T>& shared_;
   const int lane_;
   const int column_;  // the first of those that the lane copies

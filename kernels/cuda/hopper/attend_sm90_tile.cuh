@@ -11,7 +11,7 @@ namespace longspan::kernels::sm90 {
 
 /// What an instance can do with a product: only scale it; cap it; or what the call asks for, which
 /// is ALiBi with or without a cap.
-enum class Scores { plain, softcap, any };
+enum class ScoreKind { plain, softcap, any };
 
 /// The part of a configuration that is chosen by measurements for each head dimension.
 struct TileShape {
@@ -39,16 +39,16 @@ inline constexpr TileShape kFixedDim64{.dim = 64, .consumers = 2, .keys = 128, .
 inline constexpr TileShape kFixedDim128{.dim = 128, .consumers = 2, .keys = 128, .ping_pong = true};
 
 /// One instance of the kernel. Result is the type of a finished output.
-template <class Element_, TileShape kShape, Scores kScores_ = Scores::plain,
+template <class Element_, TileShape kShape, ScoreKind kScores_ = ScoreKind::plain,
           class Result_ = Element_>
-struct Tile {
+struct TileTraits {
   using Element = Element_;
   using Result = Result_;
   static constexpr int kDim = kShape.dim;
   static constexpr int kConsumers = kShape.consumers;
   static constexpr int kKeys = kShape.keys;
   static constexpr bool kPingPong = kShape.ping_pong;
-  static constexpr Scores kScores = kScores_;
+  static constexpr ScoreKind kScores = kScores_;
   static constexpr bool kEightBits = sizeof(Element) == 1;  // attend_sm90_fp8.cuh
   static constexpr bool kFixedOrder = false;                // attend_sm90_fixed_order.cuh
 
@@ -89,8 +89,8 @@ struct Tile {
 /// An instance in the fixed order. Its producer itself copies rows that TMA cannot load, and needs
 /// no more registers for it.
 template <class Element, TileShape kShape>
-struct FixedOrderTile : Tile<Element, kShape> {
-  using Base = Tile<Element, kShape>;
+struct FixedOrderTile : TileTraits<Element, kShape> {
+  using Base = TileTraits<Element, kShape>;
   static constexpr bool kFixedOrder = true;
   static constexpr bool kPages = false;  // PageProducer's
   static constexpr int kProducerRegisters = 72;

@@ -155,7 +155,7 @@ class Fp32Products {
     }
   }
 
-  __device__ __forceinline__ static void store(const AttendParams& p, const Plan& plan,
+  __device__ __forceinline__ static void store(const AttendParams& p, const WorkPlan& plan,
                                                const Sequence& sequence, const TileCoord& work,
                                                const State& state) {
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;

@@ -123,7 +123,7 @@ struct WorkTile {
 template <class Traits>
 __device__ inline void multiply_keys(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                      std::uint32_t queries, std::uint32_t keys) {
-  using Layout = Tile<typename Traits::Element, Traits::kDim>;
+  using Layout = SwizzledTile<typename Traits::Element, Traits::kDim>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < Traits::kRowTiles; ++m)
@@ -257,7 +257,7 @@ __device__ inline void multiply_values(typename Traits::State& state,
                                        const float (&p)[Traits::kRowTiles][Traits::kKeyTiles][4],
                                        std::uint32_t values) {
   using T = typename Traits::Element;
-  using Layout = Tile<T, Traits::kDim>;
+  using Layout = SwizzledTile<T, Traits::kDim>;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < Traits::kKeys / 16; ++k) {
@@ -295,8 +295,9 @@ __device__ inline void sum_rows(State& state) {
 
 /// Ends a work tile: stores the states of its rows.
 template <class Traits>
-__device__ inline void store_rows(const AttendParams& p, const Plan& plan, const Sequence& sequence,
-                                  const TileCoord& work, const typename Traits::State& state) {
+__device__ inline void store_rows(const AttendParams& p, const WorkPlan& plan,
+                                  const Sequence& sequence, const TileCoord& work,
+                                  const typename Traits::State& state) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int r = 0; r < Traits::State::kRows; ++r) {
@@ -327,7 +328,7 @@ class PortableBlock {
   static_assert(sizeof(WorkTile<kInvariant>) <= Traits::kWorkTileBytes);
 
  public:
-  __device__ __forceinline__ PortableBlock(const AttendParams& params, const Plan& of_launch,
+  __device__ __forceinline__ PortableBlock(const AttendParams& params, const WorkPlan& of_launch,
                                            std::byte* shared)
       : p_(params),
         plan_(of_launch),
@@ -481,7 +482,7 @@ class PortableBlock {
   }
 
   const AttendParams& p_;
-  const Plan& plan_;
+  const WorkPlan& plan_;
   const std::uint32_t queries_;
   const std::uint32_t stages_;  // K0 V0 (K1 V1)
   Interval* const rows_;        // what each row sees
@@ -491,7 +492,7 @@ class PortableBlock {
 
 template <class Traits, bool kInvariant, Loader kLoader>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_portable_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+    const __grid_constant__ AttendParams p, const __grid_constant__ WorkPlan plan) {
   const bool plain = p.score.softcap == 0.0f && p.score.scale > 0.0f;
   const float scale = plain ? p.score.scale * kLog2E : 1.0f;
   PortableBlock<Traits, kInvariant, kLoader>(p, plan, arch::shared_by_128).run(plain, scale);

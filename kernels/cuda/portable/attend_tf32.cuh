@@ -161,7 +161,7 @@ class Tf32Products {
       for (int i = 0; i < 4; ++i) s[k][i] = s[k + kTiles][i];
   }
 
-  __device__ __forceinline__ static void store(const AttendParams& p, const Plan& plan,
+  __device__ __forceinline__ static void store(const AttendParams& p, const WorkPlan& plan,
                                                const Sequence& sequence, const TileCoord& work,
                                                const State& state) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;

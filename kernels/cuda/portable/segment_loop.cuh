@@ -144,7 +144,7 @@ struct SegmentShared {
 ///     store(...)                              the epilogue
 template <class Products, class Traits = typename Products::Traits>
 __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_segments_kernel(
-    const __grid_constant__ AttendParams p, const __grid_constant__ Plan plan) {
+    const __grid_constant__ AttendParams p, const __grid_constant__ WorkPlan plan) {
   const SegmentShared<Traits> shared(arch::shared_by_128);
   const Products products(shared);
 

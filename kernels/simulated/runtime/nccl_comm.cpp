@@ -116,7 +116,7 @@ ncclResult_t Comm::split(int color, int key, bool blocking, std::shared_ptr<Comm
     child->parent_ = shared_from_this();
   }
   splitting_.push_back({++splits_, {color, key}, child});
-  segment_->say(splits_, {color, key});
+  segment_->announce(splits_, {color, key});
   return ncclSuccess;
 }
 
@@ -125,18 +125,19 @@ void Comm::look_for_split() {
   std::erase_if(splitting_, [this](const Split& split) {
     std::vector<std::pair<int, int>> members;  // key, rank here
     for (int r = 0; r < size_; ++r) {
-      Segment::Said said{};
-      if (!segment_->has_said(r, split.number, said)) return false;
-      if (said.color == split.said.color) members.emplace_back(said.key, r);
+      Segment::Announcement announced{};
+      if (!segment_->has_announced(r, split.number, announced)) return false;
+      if (announced.color == split.announced.color) members.emplace_back(announced.key, r);
     }
     if (split.child == nullptr) return true;
     std::sort(members.begin(), members.end());
-    const auto own = std::find(members.begin(), members.end(), std::pair(split.said.key, rank_));
+    const auto own =
+        std::find(members.begin(), members.end(), std::pair(split.announced.key, rank_));
     Comm& child = *split.child;
     child.rank_ = static_cast<int>(own - members.begin());
     child.size_ = static_cast<int>(members.size());
     child.segment_ = Segment::open(segment_->name() + "-" + std::to_string(split.number) + "-" +
-                                       std::to_string(split.said.color),
+                                       std::to_string(split.announced.color),
                                    child.rank_, child.size_, device_on_node(device_));
     child.parent_ = nullptr;
     if (child.segment_ == nullptr) child.error_ = ncclSystemError;

@@ -60,7 +60,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 
   struct Split {
     std::uint32_t number;
-    Segment::Said said;
+    Segment::Announcement announced;
     std::shared_ptr<Comm> child;
   };
   std::shared_ptr<Comm> parent_;  // of which it will be a split

@@ -43,7 +43,7 @@ bool is_alive(int process) {
 struct Segment::Member {
   struct Slot {
     std::atomic<std::uint32_t> split;  // counted from 1
-    Said said;
+    Announcement announced;
   };
   std::atomic<int> process;
   std::atomic<State> state;
@@ -144,16 +144,16 @@ void Segment::leave(State how) {
   member(rank_).state = how;
 }
 
-void Segment::say(std::uint32_t split, Said said) {
+void Segment::announce(std::uint32_t split, Announcement announced) {
   Member::Slot& slot = member(rank_).splits[split % kSplits];
-  slot.said = said;
+  slot.announced = announced;
   slot.split = split;
 }
 
-bool Segment::has_said(int rank, std::uint32_t split, Said& said) const {
+bool Segment::has_announced(int rank, std::uint32_t split, Announcement& announced) const {
   const Member::Slot& slot = member(rank).splits[split % kSplits];
   if (slot.split != split) return false;
-  said = slot.said;
+  announced = slot.announced;
   return true;
 }
 

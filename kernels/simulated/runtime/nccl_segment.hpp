@@ -38,11 +38,11 @@ class Segment {
   void leave(State how);
 
   /// This rank's report at a split, and that of another.
-  struct Said {
+  struct Announcement {
     int color, key;
   };
-  void say(std::uint32_t split, Said said);
-  bool has_said(int rank, std::uint32_t split, Said& said) const;
+  void announce(std::uint32_t split, Announcement announced);
+  bool has_announced(int rank, std::uint32_t split, Announcement& announced) const;
 
   /// Sends to a rank as many bytes as there is room for; receives from one as many as have arrived.
   std::size_t send(int to, const std::byte* data, std::size_t bytes);

@@ -46,9 +46,9 @@ bool Transfer::receive(int from, Part& part) {
     part.done += segment_->receive(from, part.piece.to + taken,
                                    std::min<std::size_t>(wanted, part.announced) - taken);
   while (part.done - kLength >= wanted && part.done - kLength < part.announced) {
-    std::byte rest[256];  // more than this rank asked for; they are dropped
+    std::byte excess[256];  // more than this rank asked for; they are dropped
     const std::size_t left = part.announced - (part.done - kLength);
-    const std::size_t count = segment_->receive(from, rest, std::min(left, sizeof rest));
+    const std::size_t count = segment_->receive(from, excess, std::min(left, sizeof excess));
     if (count == 0) break;
     part.done += count;
   }

@@ -62,13 +62,13 @@ std::vector<int> visible(int gpus) {
     return seen;
   }
   const std::string text = text_of("CUDA_VISIBLE_DEVICES");
-  std::string_view rest = text;
-  while (!rest.empty()) {
-    const std::size_t comma = std::min(rest.find(','), rest.size());
-    const int gpu = number(rest.substr(0, comma), 0, -1);
+  std::string_view remaining = text;
+  while (!remaining.empty()) {
+    const std::size_t comma = std::min(remaining.find(','), remaining.size());
+    const int gpu = number(remaining.substr(0, comma), 0, -1);
     if (gpu < 0 || gpu >= gpus) break;
     seen.push_back(gpu);
-    rest.remove_prefix(std::min(comma + 1, rest.size()));
+    remaining.remove_prefix(std::min(comma + 1, remaining.size()));
   }
   return seen;
 }

@@ -26,9 +26,9 @@ std::vector<Stretch> ends_of(const std::vector<Stretch>& stretches, std::int64_t
       ends.push_back(one);
       continue;
     }
-    const std::int64_t rest = one.count - most;
+    const std::int64_t remainder = one.count - most;
     ends.push_back({one.first, most, one.position});
-    ends.push_back({one.first + rest, most, one.position + rest});
+    ends.push_back({one.first + remainder, most, one.position + remainder});
   }
   return ends;
 }

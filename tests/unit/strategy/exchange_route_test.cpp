@@ -32,7 +32,7 @@ class Routes : public ::testing::TestWithParam<int> {
  protected:
   static constexpr std::int64_t kCapacity = 100;
 
-  Route route(int rank, std::int64_t rows, bool interleaved) {
+  ExchangeRoute route(int rank, std::int64_t rows, bool interleaved) {
     ExchangeParams p;
     p.capacity = kCapacity;
     p.peers.rank = rank;
@@ -51,7 +51,7 @@ TEST_P(Routes, EveryRankHasItsPlaceInTheTree) {
   const int ranks = GetParam(), levels = log2_ceil(ranks);
   for (const bool interleaved : {false, true})
     for (int rank = 0; rank < ranks; ++rank) {
-      const Route r = route(rank, 10, interleaved);
+      const ExchangeRoute r = route(rank, 10, interleaved);
       for (int place = 0; place < 1 << levels; ++place) {
         const int slot = interleaved ? reverse_bits(place, levels) : place;
         EXPECT_EQ(r.empty_places >> place & 1, slot >= ranks ? 1u : 0u);
@@ -69,15 +69,15 @@ TEST_P(Routes, SharesAreAllRowsOnce) {
   for (std::int64_t rows = 1; rows <= kCapacity; ++rows) {
     std::vector<int> times(static_cast<std::size_t>(rows));
     for (int rank = 0; rank < ranks; ++rank) {
-      const Route r = route(rank, rows, false);
+      const ExchangeRoute r = route(rank, rows, false);
       ASSERT_LE(r.own_count, r.share_count_most);
       for (std::uint32_t i = 0; i < r.own_count; ++i) ++times.at(r.own_first + i);
-      for (std::uint32_t step = 0; step < Route::kMostPeers; ++step) {
+      for (std::uint32_t step = 0; step < ExchangeRoute::kMostPeers; ++step) {
         if (step >= r.peers) {
           ASSERT_EQ(r.share_count[step], 0u);
           continue;
         }
-        const Route peer = route(r.rank[step], rows, false);
+        const ExchangeRoute peer = route(r.rank[step], rows, false);
         ASSERT_EQ(r.peer_buffer[step], peer.own);
         ASSERT_EQ(r.share_first[step], peer.own_first);
         ASSERT_EQ(r.share_count[step], peer.own_count);

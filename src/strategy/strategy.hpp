@@ -29,7 +29,7 @@ namespace longspan {
 enum class Phase : int { attend, exchange, merge };
 
 /// A layer as its strategy sees it. All of it outlives the strategy.
-struct Layer {
+struct LayerContext {
   const Options& options;
   const kernels::Backend& kernels;
   comm::Transport& comm;
@@ -154,7 +154,7 @@ struct StrategyEntry {
   /// Why it cannot serve layers with such options on `ranks` ranks; empty if it can.
   std::string (*refusal)(const Options& options, int ranks);
   RunCost (*cost)(const Options& options, int ranks, const RunSize& size, Device device);
-  std::unique_ptr<Strategy> (*make)(const Layer& layer);
+  std::unique_ptr<Strategy> (*make)(const LayerContext& layer);
 };
 
 /// The strategies of two levels, one within a node and another between nodes.

@@ -27,7 +27,7 @@ namespace {
 
 class GatherKv final : public Strategy {
  public:
-  explicit GatherKv(const Layer& layer)
+  explicit GatherKv(const LayerContext& layer)
       : layer_(layer), keys_(layer), route_(ranks()), underway_(ranks()) {
     layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
@@ -230,7 +230,7 @@ class GatherKv final : public Strategy {
     return starts_ + std::int64_t{rank} * layer_.bounds.batch.size;
   }
 
-  Layer layer_;
+  LayerContext layer_;
   TravellingKeys keys_;
   std::optional<KeyPuts> puts_;  // with several ranks, for the runs that it supports
   Route route_;                  // for the runs that those do not support
@@ -297,7 +297,7 @@ StrategyEntry gather_kv() {
               },
           .refusal = refusal,
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<GatherKv>(layer);
           }};
 }

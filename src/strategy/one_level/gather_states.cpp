@@ -20,7 +20,7 @@ constexpr std::int64_t kMostPeerRows = 16384;  // of states that are exchanged t
 
 class GatherStates final : public Strategy {
  public:
-  explicit GatherStates(const Layer& layer) : layer_(layer), rows_(layer) {
+  explicit GatherStates(const LayerContext& layer) : layer_(layer), rows_(layer) {
     layer_.bounds.tokens = rows_.most_tokens();
     states_.emplace(layer_.kernels, layer_.bounds, layer_.comm.size());
   }
@@ -109,7 +109,7 @@ class GatherStates final : public Strategy {
     return exchange;
   }
 
-  Layer layer_;
+  LayerContext layer_;
   DealtRows rows_;
   std::optional<StateMemory> states_;      // [ranks] slots
   std::shared_ptr<const PeerView> peers_;  // null: states travel by all_gather
@@ -151,7 +151,7 @@ StrategyEntry gather_states() {
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<GatherStates>(layer);
           }};
 }

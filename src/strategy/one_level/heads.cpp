@@ -21,7 +21,7 @@ namespace {
 
 class Heads final : public Strategy {
  public:
-  explicit Heads(const Layer& layer) : layer_(layer), own_(layer.bounds) {
+  explicit Heads(const LayerContext& layer) : layer_(layer), own_(layer.bounds) {
     own_.shard.rank = 0;  // of the attention, which has all keys
     own_.shard.ranks = 1;
     if (ranks() > 1) {
@@ -74,7 +74,7 @@ class Heads final : public Strategy {
       pass.merge.batch = {run.arrays.batch, run.arrays.query_start, run.arrays.kv_len};
   }
 
-  Layer layer_;
+  LayerContext layer_;
   std::optional<HeadExchange> exchange_;  // with several ranks
   std::optional<HeadPuts> puts_;          // with several ranks, for the runs that it supports
   kernels::AttendParams own_;             // the largest attention, of this rank's heads
@@ -116,7 +116,7 @@ StrategyEntry heads() {
           .balanced = [](const Options&) { return Balanced::evenly; },
           .refusal = refusal,
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<Heads>(layer);
           }};
 }

@@ -39,7 +39,7 @@ constexpr std::int64_t kSmallBytes = 64 << 20;  // of blocks for all steps, in a
 
 class RingKv final : public Strategy {
  public:
-  explicit RingKv(const Layer& layer)
+  explicit RingKv(const LayerContext& layer)
       : layer_(layer), keys_(layer), names_(1), route_(ranks()), underway_(ranks()) {
     layer_.bounds.resume = ranks() > 1;
     open_receive_buffer();
@@ -180,7 +180,7 @@ class RingKv final : public Strategy {
 
   const KeyBlock& block(int slot) const { return blocks_[static_cast<std::size_t>(slot)]; }
 
-  Layer layer_;
+  LayerContext layer_;
   TravellingKeys keys_;
   std::vector<std::string> names_;  // of steps, by distance
   Route route_;                     // of the current run
@@ -233,7 +233,7 @@ StrategyEntry ring_kv() {
           .balanced = [](const Options&) { return Balanced::by_queries; },
           .refusal = refusal,
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<RingKv>(layer);
           }};
 }

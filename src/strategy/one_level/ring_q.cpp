@@ -30,7 +30,7 @@ namespace {
 
 class RingQ final : public Strategy {
  public:
-  explicit RingQ(const Layer& layer)
+  explicit RingQ(const LayerContext& layer)
       : layer_(layer),
         rows_(layer),
         row_steps_(1),
@@ -229,7 +229,7 @@ class RingQ final : public Strategy {
     }
   }
 
-  Layer layer_;
+  LayerContext layer_;
   DealtRows rows_;
   std::vector<std::string> row_steps_, state_steps_;  // names of steps, by distance
   Route route_;                                       // of the current run
@@ -280,7 +280,7 @@ StrategyEntry ring_q() {
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<RingQ>(layer);
           }};
 }

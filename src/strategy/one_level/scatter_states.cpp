@@ -21,7 +21,7 @@ namespace {
 
 class ScatterStates final : public Strategy {
  public:
-  explicit ScatterStates(const Layer& layer) : layer_(layer), rows_(layer) {
+  explicit ScatterStates(const LayerContext& layer) : layer_(layer), rows_(layer) {
     layer_.bounds.tokens = rows_.most_tokens();
     states_.emplace(layer_.kernels, layer_.bounds);
   }
@@ -157,7 +157,7 @@ class ScatterStates final : public Strategy {
     layer_.kernels.pack_outputs(place, pass.run.stream);
   }
 
-  Layer layer_;
+  LayerContext layer_;
   DealtRows rows_;
   std::optional<StateMemory> states_;  // one slot of all rows
   std::byte* leaving_ = nullptr;       // [ranks] slots, each rank's part of this rank's states
@@ -209,7 +209,7 @@ StrategyEntry scatter_states() {
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,
           .cost = cost,
-          .make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+          .make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
             return std::make_unique<ScatterStates>(layer);
           }};
 }

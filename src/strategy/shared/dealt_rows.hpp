@@ -18,10 +18,11 @@ class DealtRows {
  public:
   /// The distributed rows: the rows of sharded queries, which are gathered; with replicated
   /// queries, the rows of the result (Options::results), or none.
-  explicit DealtRows(const Layer& layer) : DealtRows(layer, NodeRanks::all(layer.comm.size())) {}
+  explicit DealtRows(const LayerContext& layer)
+      : DealtRows(layer, NodeRanks::all(layer.comm.size())) {}
   /// The same, with a map of only a node's rows, for strategies that call make_map and gather rows
   /// by other means.
-  DealtRows(const Layer& layer, const NodeRanks& mapped) : layer_(layer), mapped_(mapped) {}
+  DealtRows(const LayerContext& layer, const NodeRanks& mapped) : layer_(layer), mapped_(mapped) {}
 
   /// Takes memory for the map only.
   void lay_out_map(Parts& memory);
@@ -68,7 +69,7 @@ class DealtRows {
   }
   bool are_counted(const Run& run) const;
 
-  Layer layer_;
+  LayerContext layer_;
   NodeRanks mapped_;
   std::byte* gathered_ = nullptr;  // [ranks, capacity, row_bytes]
   std::byte* ordered_ = nullptr;   // [tokens, row_bytes]

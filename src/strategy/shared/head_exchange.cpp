@@ -24,8 +24,8 @@ kernels::TokenRows dense(std::byte* data, int heads, int dim) {
   return {data, std::int64_t{heads} * dim, dim};
 }
 
-Layer of_own_heads(const Layer& layer, const HeadShare& share, std::int64_t tokens) {
-  Layer own = layer;
+LayerContext of_own_heads(const LayerContext& layer, const HeadShare& share, std::int64_t tokens) {
+  LayerContext own = layer;
   own.bounds.tokens = tokens;
   own.bounds.heads = share.query.size();
   own.bounds.kv_heads = share.kv.size();
@@ -34,7 +34,7 @@ Layer of_own_heads(const Layer& layer, const HeadShare& share, std::int64_t toke
 
 }  // namespace
 
-HeadExchange::HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Transport& comm)
+HeadExchange::HeadExchange(const LayerContext& layer, const NodeRanks& ranks, comm::Transport& comm)
     : layer_(layer),
       ranks_(ranks),
       comm_(comm),

@@ -26,7 +26,7 @@ namespace longspan {
 class HeadExchange {
  public:
   /// Among `ranks` of the layer, which `comm` connects.
-  HeadExchange(const Layer& layer, const NodeRanks& ranks, comm::Transport& comm);
+  HeadExchange(const LayerContext& layer, const NodeRanks& ranks, comm::Transport& comm);
 
   /// The most query rows of its attention, and the most keys of a sequence.
   std::int64_t most_tokens() const { return own_layer_.bounds.tokens; }
@@ -99,13 +99,13 @@ class HeadExchange {
     return starts_ + std::int64_t{peer} * layer_.bounds.batch.size;
   }
 
-  Layer layer_;
+  LayerContext layer_;
   NodeRanks ranks_;
   comm::Transport& comm_;
   HeadShare share_;
   MostHeads most_;
   DealtRows rows_;
-  Layer own_layer_;                 // the layer as the attention of this rank's heads sees it
+  LayerContext own_layer_;          // the layer as the attention of this rank's heads sees it
   TravellingKeys keys_, own_keys_;  // with all kv heads; with this rank's
   std::byte* leaving_ = nullptr;    // [peers] slots of rows, or finished rows
   std::byte* arriving_ = nullptr;   // [peers] slots of rows, or finished rows

@@ -45,7 +45,7 @@ struct Operands {
   Travelling q, k, v;
 };
 
-Operands operands_of(const Layer& layer, const HeadExchange& exchange, const Run& run,
+Operands operands_of(const LayerContext& layer, const HeadExchange& exchange, const Run& run,
                      const KeyBlock& own) {
   const kernels::AttendParams& all = layer.bounds;
   const KeyBlock& whole = exchange.whole_keys();
@@ -70,7 +70,7 @@ struct HeadPuts::Way {
   std::int64_t rows_of(int rank) const { return count_rows(rows[at(rank)]); }
 };
 
-HeadPuts::HeadPuts(const Layer& layer, HeadExchange& exchange)
+HeadPuts::HeadPuts(const LayerContext& layer, HeadExchange& exchange)
     : layer_(layer),
       exchange_(exchange),
       puts_(layer, "exchange of rows and keys by heads"),

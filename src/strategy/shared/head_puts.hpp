@@ -28,7 +28,7 @@ class HeadPuts {
  public:
   /// Opens the receive buffers, if the options do not choose another way and they are possible.
   /// Collective; they include `exchange`'s memory for whole sequences.
-  HeadPuts(const Layer& layer, HeadExchange& exchange);
+  HeadPuts(const LayerContext& layer, HeadExchange& exchange);
 
   bool is_open() const { return puts_.is_open(); }
   const ExchangeInfo& exchange() const { return puts_.info(); }
@@ -58,7 +58,7 @@ class HeadPuts {
   void put_result(const Run& run, const Way& way, const kernels::MergeParams& asked,
                   const PutRanks& putters) const;
 
-  Layer layer_;
+  LayerContext layer_;
   HeadExchange& exchange_;
   PutExchange puts_;
   Route route_;  // of the current run

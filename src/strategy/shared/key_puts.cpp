@@ -30,7 +30,7 @@ struct KeyPuts::Ways {
   const std::vector<Stretch>& of(int rank) const { return keys[static_cast<std::size_t>(rank)]; }
 };
 
-KeyPuts::KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows)
+KeyPuts::KeyPuts(const LayerContext& layer, const TravellingKeys& keys, std::int64_t rows)
     : layer_(layer),
       keys_(keys),
       puts_(layer, "exchange of keys and values"),

@@ -27,7 +27,7 @@ class KeyPuts {
  public:
   /// Opens the receive buffers, for `rows` keys of whole sequences, if the options do not choose
   /// another way and they are possible. Collective.
-  KeyPuts(const Layer& layer, const TravellingKeys& keys, std::int64_t rows);
+  KeyPuts(const LayerContext& layer, const TravellingKeys& keys, std::int64_t rows);
 
   bool is_open() const { return puts_.is_open(); }
   const ExchangeInfo& exchange() const { return puts_.info(); }
@@ -53,7 +53,7 @@ class KeyPuts {
                            bool begins) const;
   std::size_t received(const Run& run, const Ways& ways) const;
 
-  Layer layer_;
+  LayerContext layer_;
   const TravellingKeys& keys_;
   PutExchange puts_;
   KeyBlock whole_;

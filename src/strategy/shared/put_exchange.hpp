@@ -17,7 +17,7 @@ namespace longspan {
 class PutExchange {
  public:
   /// `step` names the exchange in errors.
-  PutExchange(const Layer& layer, const char* step) : layer_(layer), step_(step) {}
+  PutExchange(const LayerContext& layer, const char* step) : layer_(layer), step_(step) {}
 
   /// Opens receive memory for the parts that lay_out(memory) takes, as open_receive_memory does.
   template <class LayOut>
@@ -51,7 +51,7 @@ class PutExchange {
  private:
   void lay_out_digests(Parts& memory);
 
-  Layer layer_;
+  LayerContext layer_;
   const char* step_;
   std::shared_ptr<std::byte> buffer_;  // null: not open; zeroed when it is made
   std::uint64_t* digests_ = nullptr;   // [ranks] each rank's report of the run

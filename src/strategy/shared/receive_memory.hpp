@@ -13,7 +13,7 @@ namespace longspan {
 /// reason, otherwise the buffer's size. Collective. Throws Unsupported if the options ask for one
 /// that is not possible.
 template <class LayOut>
-std::shared_ptr<std::byte> open_receive_memory(const Layer& layer, ExchangeInfo& info,
+std::shared_ptr<std::byte> open_receive_memory(const LayerContext& layer, ExchangeInfo& info,
                                                const LayOut& lay_out) {
   Parts counted;
   lay_out(counted);

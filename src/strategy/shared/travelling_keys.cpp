@@ -79,7 +79,7 @@ Interval keys_seen(const Run& run, Device device, int receiver) {
   return hull.empty() ? Interval{} : hull;
 }
 
-void append_new_keys(const Layer& layer, Pass& pass) {
+void append_new_keys(const LayerContext& layer, Pass& pass) {
   if (pass.attend.new_k.data == nullptr) return;
   kernels::AppendParams append = append_of(pass.attend);
   const kernels::Geometry all = pass.run.all_rows();
@@ -89,7 +89,7 @@ void append_new_keys(const Layer& layer, Pass& pass) {
   pass.attend.new_k = pass.attend.new_v = {};
 }
 
-TravellingKeys::TravellingKeys(const Layer& layer)
+TravellingKeys::TravellingKeys(const LayerContext& layer)
     : layer_(layer),
       most_keys_(
           most_keys_of_a_rank(layer.options.keys, layer.bounds.max_kv_len, layer.comm.size())),

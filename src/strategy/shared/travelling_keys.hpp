@@ -37,11 +37,11 @@ bool may_see(const Run& run, Device device, int receiver, int owner);
 Interval keys_seen(const Run& run, Device device, int receiver);
 
 /// Queues the write of new keys into the cache, if they must be in it before a run.
-void append_new_keys(const Layer& layer, Pass& pass);
+void append_new_keys(const LayerContext& layer, Pass& pass);
 
 class TravellingKeys {
  public:
-  explicit TravellingKeys(const Layer& layer);
+  explicit TravellingKeys(const LayerContext& layer);
 
   /// The most rows of a block of one rank.
   std::int64_t block_rows() const { return block_rows_; }
@@ -108,7 +108,7 @@ class TravellingKeys {
     return is_listed() ? run.listed_keys[rank] : most_keys_;
   }
 
-  Layer layer_;
+  LayerContext layer_;
   std::int64_t most_keys_;              // of a sequence, on any rank
   std::int64_t block_rows_;             // of all sequences
   std::int32_t* row_starts_ = nullptr;  // [batch + 1] of this rank's share of the queries

@@ -41,7 +41,7 @@ Options between_nodes(const Options& options, HeadShare share) {
 
 class HeadsAnd final : public Strategy {
  public:
-  HeadsAnd(const Layer& layer, const StrategyEntry& entry, const char* name)
+  HeadsAnd(const LayerContext& layer, const StrategyEntry& entry, const char* name)
       : layer_(layer),
         name_(name),
         ranks_(NodeRanks::of(layer.comm.rank(), layer.comm.size(), layer.options.ranks_per_node)),
@@ -88,8 +88,8 @@ class HeadsAnd final : public Strategy {
     }
   }
 
-  Layer layer_between_nodes() const {
-    Layer layer{options_, layer_.kernels, *levels_.nodes, layer_.bounds};
+  LayerContext layer_between_nodes() const {
+    LayerContext layer{options_, layer_.kernels, *levels_.nodes, layer_.bounds};
     layer.bounds.tokens = options_.limits.max_tokens;
     layer.bounds.heads = options_.heads;
     layer.bounds.kv_heads = options_.kv_heads;
@@ -126,7 +126,7 @@ class HeadsAnd final : public Strategy {
     between_->queue(own);
   }
 
-  Layer layer_;
+  LayerContext layer_;
   const char* name_;
   NodeRanks ranks_;
   const comm::Levels& levels_;
@@ -211,7 +211,7 @@ StrategyEntry heads_and(const char* received) {
   entry.cost = [](const Options& o, int ranks, const RunSize& size, Device device) {
     return cost_with(other(), o, ranks, size, device);
   };
-  entry.make = [](const Layer& layer) -> std::unique_ptr<Strategy> {
+  entry.make = [](const LayerContext& layer) -> std::unique_ptr<Strategy> {
     return std::make_unique<HeadsAnd>(layer, other(), own_name);
   };
   return entry;

@@ -100,21 +100,21 @@ class Arguments {
 
 template <class Scope, class Result, class... Args>
 void def_by_name(Scope& scope, const char* name, Result (*function)(Args...),
-                 Function words = Function::any) {
+                 Function names_of = Function::any) {
   scope.def(
       name,
       [=](std::conditional_t<true, nb::handle, Args>... given) -> Result {
-        return in_words_of(words, [&] { return function(Args(given)...); });
+        return with_names_of(names_of, [&] { return function(Args(given)...); });
       },
       nb::kw_only(), nb::arg(Args::kName).none()...);
 }
 template <class Scope, class Result, class Class, class... Args>
 void def_by_name(Scope& scope, const char* name, Result (Class::*function)(Args...),
-                 Function words = Function::any) {
+                 Function names_of = Function::any) {
   scope.def(
       name,
       [=](Class& self, std::conditional_t<true, nb::handle, Args>... given) -> Result {
-        return in_words_of(words, [&] { return (self.*function)(Args(given)...); });
+        return with_names_of(names_of, [&] { return (self.*function)(Args(given)...); });
       },
       nb::kw_only(), nb::arg(Args::kName).none()...);
 }
@@ -137,8 +137,8 @@ class NamedValues {
 };
 
 /// call() as a function of Python, which returns null where an exception is set.
-template <class Call>
-PyObject* raising(const Call& call) noexcept {
+template <class Callable>
+PyObject* raising(const Callable& call) noexcept {
   try {
     return nb::object(call()).release().ptr();
   } catch (nb::python_error& error) {
@@ -155,7 +155,7 @@ PyObject* raising(const Call& call) noexcept {
 
 /// Defines `kFunction`, nb::object(const Arguments<kNames>&), in the module. Python gives more than
 /// 15 names as a dict. nanobind would copy it and search for each name, which takes a microsecond.
-template <auto kFunction, const NameList& kNames, Function kWords>
+template <auto kFunction, const NameList& kNames, Function kFunctionOfNames>
 class ManyArguments {
  public:
   static void define(nb::module_& m, const char* name) {
@@ -173,7 +173,7 @@ class ManyArguments {
   static PyObject* call(PyObject*, PyObject* nameless, PyObject* named) noexcept {
     static auto* const values = new NamedValues;  // not freed after Python's end
     return raising([&] {
-      return in_words_of(kWords, [&] {
+      return with_names_of(kFunctionOfNames, [&] {
         std::array<nb::handle, kNames.size()> given;
         values->read(method().ml_name, kNames, nameless, named, given.data());
         return kFunction(Arguments<kNames>(given));

@@ -37,7 +37,7 @@ constexpr NameList kAttend = [] {
 constexpr NameList kOtherValues{"causal", "max_seqlen_q", "max_seqlen_k"};
 
 /// Options of attend() that need no other rank.
-Options options_of(const Call& call, const Arguments<kAttend>& given) {
+Options options_of(const AttendCall& call, const Arguments<kAttend>& given) {
   Options o;
   o.heads = small(call.heads(), "the number of heads of q");
   o.kv_heads = small(call.kv_heads(), "the number of heads of k");
@@ -77,7 +77,7 @@ bool lists_rows(const Options& o) {
 
 /// Sizes of the layer: rounded up, so that a growing sequence does not need a new one each time.
 /// They are the same on all ranks.
-void set_limits(Options& o, const Call& call, const Totals& totals, Device device) {
+void set_limits(Options& o, const AttendCall& call, const Totals& totals, Device device) {
   const std::int64_t rows = o.queries ? totals.most_queries : call.tokens() * call.batch();
   o.limits.max_tokens = rounded_up(rows);
   if (device == Device::host) return;
@@ -98,7 +98,7 @@ void set_limits(Options& o, const Call& call, const Totals& totals, Device devic
 
 /// Parts in rank order by another cut than the contiguous rule's are ranges, of the lengths that
 /// the ranks have.
-void take_ends(Options& o, const Call& call, const Totals& totals) {
+void take_ends(Options& o, const AttendCall& call, const Totals& totals) {
   if (!totals.key_ends.empty()) o.keys = {Layout::ranges};
   if (!totals.query_ends.empty()) o.queries = Sharding{Layout::ranges};
   for (const auto& [ends, table, name] :
@@ -109,7 +109,7 @@ void take_ends(Options& o, const Call& call, const Totals& totals) {
 }
 
 /// The tables of a call, converted where their form differs from the layer's.
-void set_tables(AttentionArgs& run, const Options& o, const Call& call, const Totals& totals,
+void set_tables(AttentionArgs& run, const Options& o, const AttendCall& call, const Totals& totals,
                 std::int64_t batch, Device device, UniformArrays& arrays) {
   if (!totals.key_ends.empty()) run.key_table = arrays.table(device, totals.key_ends, batch);
   if (!totals.query_ends.empty()) run.query_table = arrays.table(device, totals.query_ends);
@@ -120,7 +120,7 @@ void set_tables(AttentionArgs& run, const Options& o, const Call& call, const To
 }
 
 nb::object attend(const Arguments<kAttend>& given) {
-  Call call(given);
+  AttendCall call(given);
   const nb::object held =
       comm_or_default(given.get<"comm">(), call.q.tensor().device, call.q.gpu());
   Comm& comm = comm_of(held);
@@ -134,19 +134,19 @@ nb::object attend(const Arguments<kAttend>& given) {
     const Totals totals = totals_of(world, call, options, true);
     take_ends(options, call, totals);
     set_limits(options, call, totals, world.device());
-    const auto queue = [&](AttentionArgs& one, Plan& plan, std::int64_t batch) {
-      set_tables(one, options, call, totals, batch, world.device(), plan.arrays);
-      set_lengths(one, call, totals, sharded, batch, world.device(), plan.arrays);
-      plan.layer.run(one, call.stream);
-      if (call.needs_wait()) plan.layer.wait(call.stream);
+    const auto queue = [&](AttentionArgs& one, KeptLayer& kept, std::int64_t batch) {
+      set_tables(one, options, call, totals, batch, world.device(), kept.arrays);
+      set_lengths(one, call, totals, sharded, batch, world.device(), kept.arrays);
+      kept.layer.run(one, call.stream);
+      if (call.needs_wait()) kept.layer.wait(call.stream);
     };
     if (totals.query_ends.empty() || call.batch() <= 1)
-      return queue(run, comm.plans().find(world, options), call.batch());
+      return queue(run, comm.kept_layers().find(world, options), call.batch());
     // A table of query rows describes one sequence.
     options.limits.max_batch = 1;
     for (std::int64_t b = 0; b < call.batch(); ++b) {
       AttentionArgs one = call.args_of(b);
-      queue(one, comm.plans().find(world, options), 1);
+      queue(one, comm.kept_layers().find(world, options), 1);
     }
   });
   return call.finish();

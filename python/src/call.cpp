@@ -157,7 +157,7 @@ void DenseCopies::take_unless_cache(Array& k, Array& v) {
   }
 }
 
-Call::Call(const Arguments<kRun>& given)
+AttendCall::AttendCall(const Arguments<kRun>& given)
     : q(given.get<"q">()),
       stream(stream_of(given.get<"stream">(), q.required())),
       k(given.get<"k">()),
@@ -213,7 +213,7 @@ Call::Call(const Arguments<kRun>& given)
   if (batched() && batch() == 0) leave_out_sequences();
 }
 
-void Call::leave_out_sequences() {
+void AttendCall::leave_out_sequences() {
   const std::int64_t heads = kv_heads(), dim = head_dim(), columns = value_dim();
   Tensor &keys = k.tensor(), &values = v.tensor();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
@@ -223,14 +223,14 @@ void Call::leave_out_sequences() {
   total_keys = 0;
 }
 
-std::int64_t Call::own_keys() const {
+std::int64_t AttendCall::own_keys() const {
   const Tensor& t = k.tensor();
   if (t.dims > 3 && block_table)
     throw InputError("cache_seqlens is missing: the length of each sequence in pages");
   return t.dims == 3 ? t.shape[0] : t.shape[1];
 }
 
-void Call::check_gpu(int gpu) const {
+void AttendCall::check_gpu(int gpu) const {
   if (gpu < 0) return;
   const std::pair<const Array*, const char*> all[] = {{&q, "q"},
                                                       {&k, "k"},
@@ -256,7 +256,7 @@ void Call::check_gpu(int gpu) const {
   for (const auto& [array, name] : all) require_gpu(*array, name, gpu);
 }
 
-void Call::make_readable(bool sharded_queries) {
+void AttendCall::make_readable(bool sharded_queries) {
   if (sharded_queries ? !is_dense(q.tensor()) : !has_plain_rows(q.tensor())) copies_.take(q, "q");
   copies_.take_unless_flat(k_new, "k_new");
   copies_.take_unless_flat(v_new, "v_new");
@@ -264,7 +264,7 @@ void Call::make_readable(bool sharded_queries) {
   if (!block_table && !k_new) copies_.take_unless_cache(k, v);
 }
 
-void Call::make_results(const Options& options, const Communicator& world) {
+void AttendCall::make_results(const Options& options, const Communicator& world) {
   const DType dtype = options.dtypes.of_out();
   std::array<std::int64_t, 4> shape{};
   const Tensor& rows = q.tensor();
@@ -280,7 +280,7 @@ void Call::make_results(const Options& options, const Communicator& world) {
   if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), dims - 1}, DType::fp32);
 }
 
-AttentionArgs Call::args() const {
+AttentionArgs AttendCall::args() const {
   AttentionArgs a;
   a.q = exchanged(q.tensor());
   a.k = k.tensor();
@@ -307,7 +307,7 @@ AttentionArgs Call::args() const {
   return a;
 }
 
-AttentionArgs Call::args_of(std::int64_t sequence) const {
+AttentionArgs AttendCall::args_of(std::int64_t sequence) const {
   AttentionArgs a = args();
   if (k.tensor().dims == 3)
     throw InputError("k is " + shape_text(k.tensor()) + ", and q " + shape_text(q.tensor()) +
@@ -328,7 +328,7 @@ AttentionArgs Call::args_of(std::int64_t sequence) const {
   return a;
 }
 
-nb::object Call::finish() {
+nb::object AttendCall::finish() {
   nb::object made = out.finish();
   if (!return_lse) return made;
   return nb::make_tuple(made, lse.finish());

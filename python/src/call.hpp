@@ -65,9 +65,9 @@ std::int64_t count_of(Argument<kLiteral> given) {
 Tensor flat(Tensor t, const char* name);
 
 /// The arrays of one run, and the places of its results.
-struct Call {
+struct AttendCall {
   /// TypeError for an object that is not an array, InputError where extents do not fit each other.
-  explicit Call(const Arguments<kRun>& given);
+  explicit AttendCall(const Arguments<kRun>& given);
 
   bool batched() const { return q.tensor().dims == 4; }
   std::int64_t batch() const { return batched() ? q.tensor().shape[0] : 1; }

@@ -98,11 +98,11 @@ nb::object exchange_with(Argument<"rank"> rank, Argument<"size"> size,
     wrong_type(exchange, "exchange", "a function from bytes to the list of every rank's bytes");
   const auto gather = [&](const std::string& mine) {
     const nb::gil_scoped_acquire acquired;
-    const nb::object said = exchange(nb::bytes(mine.data(), mine.size()));
-    if (!PyList_Check(said.ptr()) && !PyTuple_Check(said.ptr()))
-      wrong_type(said, "what exchange returns", "a list of bytes");
+    const nb::object returned = exchange(nb::bytes(mine.data(), mine.size()));
+    if (!PyList_Check(returned.ptr()) && !PyTuple_Check(returned.ptr()))
+      wrong_type(returned, "what exchange returns", "a list of bytes");
     std::vector<std::string> texts;
-    for (nb::handle one : said) {
+    for (nb::handle one : returned) {
       if (!PyBytes_Check(one.ptr())) wrong_type(one, "what exchange returns", "a list of bytes");
       const nb::bytes text = nb::borrow<nb::bytes>(one);
       texts.emplace_back(static_cast<const char*>(text.data()), text.size());
@@ -217,13 +217,13 @@ void Comm::close() {
   const std::shared_ptr<std::mutex> mutex = mutex_;
   const nb::gil_scoped_release released;
   const std::lock_guard lock(*mutex);
-  plans_->clear();
+  kept_layers_->clear();
   world_.reset();
 }
 
 void Comm::forked() {
-  static_cast<void>(plans_.release());  // their threads are not here to be ended
-  plans_ = std::make_unique<Plans>();
+  static_cast<void>(kept_layers_.release());  // their threads are not here to be ended
+  kept_layers_ = std::make_unique<KeptLayers>();
   mutex_ = std::make_shared<std::mutex>();
   if (!world_) return;
   const bool is_alone = world_->size() == 1 && world_->device() == Device::host;
@@ -299,7 +299,7 @@ void bind_communicators(nb::module_& m) {
             if (!stream.is_none())
               queue.handle =
                   reinterpret_cast<void*>(static_cast<std::uintptr_t>(integer(stream, "stream")));
-            c.alone([&](const Communicator&) { c.plans().wait(queue); });
+            c.alone([&](const Communicator&) { c.kept_layers().wait(queue); });
           },
           nb::arg("stream") = nb::none(),
           "Waits until what attend() has queued on the stream is done, and raises what went wrong\n"
@@ -317,7 +317,7 @@ void bind_communicators(nb::module_& m) {
       .def("close", &Comm::close,
            "Leaves the communicator. What is left open ends with the process.")
       .def_prop_ro(
-          "plans", [](Comm& c) { return c.plans().size(); },
+          "plans", [](Comm& c) { return c.kept_layers().size(); },
           "How many layers attend() keeps for it.")
       .def("__repr__", &repr);
 

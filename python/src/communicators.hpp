@@ -29,7 +29,7 @@ class Comm {
 
   /// UsageError where it is closed, or was inherited by a fork.
   const Communicator& world() const;
-  Plans& plans() { return *plans_; }
+  KeptLayers& kept_layers() { return *kept_layers_; }
 
   /// Without the GIL: work(world), while no other thread works on it.
   template <class Work>
@@ -49,7 +49,7 @@ class Comm {
  private:
   std::optional<Communicator> world_;
   const char* gone_ = "it has been closed";
-  std::unique_ptr<Plans> plans_ = std::make_unique<Plans>();
+  std::unique_ptr<KeptLayers> kept_layers_ = std::make_unique<KeptLayers>();
   std::shared_ptr<std::mutex> mutex_ = std::make_shared<std::mutex>();
 };
 

@@ -29,8 +29,8 @@ void set_error(const Error& error, Function function);
 void set_error(const nb::builtin_exception& error, Function function);
 
 /// call(), whose errors name arguments as `function` does.
-template <class Call>
-auto in_words_of(Function function, const Call& call) {
+template <class Callable>
+auto with_names_of(Function function, const Callable& call) {
   try {
     return call();
   } catch (const Error& error) {

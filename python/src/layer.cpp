@@ -27,7 +27,7 @@ class Layer {
   Layer& operator=(const Layer&) = delete;
 
   nb::object run(const Arguments<kRun>& given) {
-    Call call(given);
+    AttendCall call(given);
     Comm& comm = comm_of(held_);
     call.check_gpu(comm.world().gpu());
     const Options& options = layer_->options();

@@ -32,8 +32,8 @@ std::int64_t step(const Tensor& t, std::int64_t i) {
 
 /// Rows that a rank has by a rule, of all sequences: `rows` are those of a packed batch, or of each
 /// sequence. No value where only a GPU can read the number, or only the rank itself knows it.
-std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule, std::int64_t rows,
-                                         int rank, int ranks) {
+std::optional<std::int64_t> rows_of_rank(const AttendCall& call, const Sharding& rule,
+                                         std::int64_t rows, int rank, int ranks) {
   const Tensor &starts = call.cu_seqlens_q.tensor(), &ends = call.query_table.tensor();
   if (rule.layout == Layout::listed) return std::nullopt;
   if (rule.layout == Layout::ranges) {
@@ -51,7 +51,7 @@ std::optional<std::int64_t> rows_of_rank(const Call& call, const Sharding& rule,
 }
 
 /// The most rows that a rank can have where only a GPU can read the lengths.
-std::int64_t most_rows(const Call& call, const Sharding& rule, std::int64_t rows, int ranks) {
+std::int64_t most_rows(const AttendCall& call, const Sharding& rule, std::int64_t rows, int ranks) {
   const std::int64_t beyond_even = rule.layout == Layout::contiguous    ? 2 * kSegment
                                    : rule.layout == Layout::interleaved ? rule.block
                                                                         : 2;
@@ -66,7 +66,7 @@ std::string text_of(const Sharding& rule) {
 }
 
 /// A rank's report where lengths are asked for.
-struct Said {
+struct PartReport {
   std::array<std::int64_t, 4> numbers;  // own keys, own rows, whole_keys, whole_queries
   std::string keys, queries, contradiction;
 
@@ -75,8 +75,8 @@ struct Said {
     for (const std::int64_t number : numbers) made += std::to_string(number) + "\n";
     return made + keys + "\n" + queries + "\n" + contradiction;
   }
-  static Said of(const std::string& text) {
-    Said said;
+  static PartReport of(const std::string& text) {
+    PartReport report;
     std::size_t at = 0;
     const auto line = [&] {
       const std::size_t end = std::min(text.find('\n', at), text.size());
@@ -84,25 +84,26 @@ struct Said {
       at = std::min(end + 1, text.size());
       return made;
     };
-    for (std::int64_t& number : said.numbers) {
+    for (std::int64_t& number : report.numbers) {
       const std::string digits = line();
       std::from_chars(digits.data(), digits.data() + digits.size(), number);
     }
-    said.keys = line();
-    said.queries = line();
-    said.contradiction = text.substr(at);
-    return said;
+    report.keys = line();
+    report.queries = line();
+    report.contradiction = text.substr(at);
+    return report;
   }
 };
 
 /// Throws the error in the ranks' reports, the same on every rank.
-void check_said(const std::vector<Said>& all, int own) {
+void check_reports(const std::vector<PartReport>& all, int own) {
   for (std::size_t r = 0; r < all.size(); ++r)
     if (!all[r].contradiction.empty())
       throw InputError((static_cast<int>(r) == own ? "" : "on rank " + std::to_string(r) + ": ") +
                        all[r].contradiction);
   for (std::size_t r = 1; r < all.size(); ++r)
-    for (const auto& [name, field] : {std::pair{"keys", &Said::keys}, {"queries", &Said::queries}})
+    for (const auto& [name, field] :
+         {std::pair{"keys", &PartReport::keys}, {"queries", &PartReport::queries}})
       if (all[r].*field != all[0].*field)
         throw UsageError(std::string("'") + name + "' differs between ranks: rank 0 has " +
                          all[0].*field + ", rank " + std::to_string(r) + " has " + all[r].*field +
@@ -129,7 +130,7 @@ std::string other_ends(const Part& part, const std::string& ends) {
 
 /// Compares the ranks' parts with the rule; for parts in rank order by another cut, returns where
 /// each begins.
-std::vector<std::int64_t> ends_of(const std::vector<Said>& all, const Part& part,
+std::vector<std::int64_t> ends_of(const std::vector<PartReport>& all, const Part& part,
                                   const Sharding& rule, std::int64_t total, bool any_parts) {
   for (std::size_t r = 0; r < all.size(); ++r) {
     const std::int64_t whole = all[r].numbers[part.whole];
@@ -165,7 +166,7 @@ std::vector<std::int64_t> ends_of(const std::vector<Said>& all, const Part& part
 
 /// Compares this rank's keys with the rule where the caller gives their number: refuses parts that
 /// cannot follow the rule. Spare rows behind a rank's own keys are allowed.
-void check_own_part(const Call& call, const Sharding& rule, const Communicator& world) {
+void check_own_part(const AttendCall& call, const Sharding& rule, const Communicator& world) {
   if (world.size() == 1 || call.total_keys < 0 || call.cache_seqlens || call.k_new ||
       call.k.tensor().dims != 3 || rule.layout == Layout::ranges || rule.layout == Layout::listed)
     return;
@@ -185,7 +186,7 @@ void check_own_part(const Call& call, const Sharding& rule, const Communicator& 
 
 }  // namespace
 
-std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator& world) {
+std::int64_t own_rows(const AttendCall& call, const Sharding& rule, const Communicator& world) {
   if ((rule.layout == Layout::listed || rule.layout == Layout::ranges) && !call.query_table)
     throw InputError(std::string("query_table is None, and results are ") + name(rule.layout) +
                      ": the rows that this rank gets");
@@ -203,7 +204,7 @@ std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator
   return *rows / std::max<std::int64_t>(1, call.batch());
 }
 
-Totals totals_of(const Communicator& world, const Call& call, const Options& options,
+Totals totals_of(const Communicator& world, const AttendCall& call, const Options& options,
                  bool any_parts) {
   Totals totals{call.total_keys, call.total_queries};
   const bool sharded = options.queries.has_value(),
@@ -231,21 +232,21 @@ Totals totals_of(const Communicator& world, const Call& call, const Options& opt
     if (ranks == 1) totals.most_queries = call.tokens() * call.batch();
     return totals;
   }
-  const Said own{
+  const PartReport own{
       {ask_keys ? call.own_keys() : 0, call.tokens(), call.whole_keys, call.whole_queries},
       text_of(options.keys),
       sharded ? text_of(*options.queries) : "None",
       call.contradiction};
-  std::vector<Said> all;
+  std::vector<PartReport> all;
   for (const std::string& text : world.gather(
            own.text(), "count of keys and query rows (total_keys or total_queries is not given)"))
-    all.push_back(Said::of(text));
-  check_said(all, world.rank());
+    all.push_back(PartReport::of(text));
+  check_reports(all, world.rank());
   std::int64_t keys = 0, rows = 0;
-  for (const Said& said : all) {
-    keys += said.numbers[0];
-    rows += said.numbers[1];
-    totals.most_queries = std::max(totals.most_queries, said.numbers[1] * call.batch());
+  for (const PartReport& report : all) {
+    keys += report.numbers[0];
+    rows += report.numbers[1];
+    totals.most_queries = std::max(totals.most_queries, report.numbers[1] * call.batch());
   }
   if (ask_keys) {
     totals.keys = keys;
@@ -261,7 +262,8 @@ Totals totals_of(const Communicator& world, const Call& call, const Options& opt
   return totals;
 }
 
-std::vector<std::int64_t> listed_rows(const Call& call, std::int64_t rows, std::int64_t entries) {
+std::vector<std::int64_t> listed_rows(const AttendCall& call, std::int64_t rows,
+                                      std::int64_t entries) {
   const Tensor& table = call.query_table.tensor();
   if (table.dims != 1 || table.dtype != DType::int64)
     throw InputError("query_table is " + shape_text(table) + " of " + dtype_name(table.dtype) +
@@ -277,8 +279,8 @@ std::vector<std::int64_t> listed_rows(const Call& call, std::int64_t rows, std::
   return values;
 }
 
-void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
-                 std::int64_t batch, Device device, UniformArrays& arrays) {
+void set_lengths(AttentionArgs& args, const AttendCall& call, const Totals& totals,
+                 bool sharded_queries, std::int64_t batch, Device device, UniformArrays& arrays) {
   const std::int64_t rows = sharded_queries ? totals.queries : call.tokens();
   if (batch > 1 && !args.query_start) args.query_start = arrays.steps(device, batch + 1, rows);
   if (!args.kv_len) {

@@ -22,19 +22,20 @@ struct Totals {
 
 /// Asks the other ranks where it must, which is collective. Parts whose lengths differ from their
 /// rule are an InputError on every rank, except contiguous ones where `any_parts` allows it.
-Totals totals_of(const Communicator& world, const Call& call, const Options& options,
+Totals totals_of(const Communicator& world, const AttendCall& call, const Options& options,
                  bool any_parts);
 
 /// The numbers of query_table, padded with -1 to the `entries` rows of one rank that a layer takes.
 /// InputError for a table of other numbers than `rows`, and for invalid numbers.
-std::vector<std::int64_t> listed_rows(const Call& call, std::int64_t rows, std::int64_t entries);
+std::vector<std::int64_t> listed_rows(const AttendCall& call, std::int64_t rows,
+                                      std::int64_t entries);
 
 /// The rows of each sequence's result that the rank gets, for results by rows. InputError where
 /// only a GPU can read it.
-std::int64_t own_rows(const Call& call, const Sharding& rule, const Communicator& world);
+std::int64_t own_rows(const AttendCall& call, const Sharding& rule, const Communicator& world);
 
 /// Sets lengths in the arguments, and arrays of them where a batch has none. `batch`: sequences.
-void set_lengths(AttentionArgs& args, const Call& call, const Totals& totals, bool sharded_queries,
-                 std::int64_t batch, Device device, UniformArrays& arrays);
+void set_lengths(AttentionArgs& args, const AttendCall& call, const Totals& totals,
+                 bool sharded_queries, std::int64_t batch, Device device, UniformArrays& arrays);
 
 }  // namespace longspan::python

@@ -128,25 +128,25 @@ std::size_t word_length(std::string_view text) {
   return end;
 }
 
-/// The length of a quotation at the start of `rest`: a caller's own word, which stays. 0 where
+/// The length of a quotation at the start of `remaining`: a caller's own word, which stays. 0 where
 /// there is none, or where it is the name of what "differs between ranks".
-std::size_t own_word_length(std::string_view rest, std::string_view ahead) {
-  const char quote = rest[0];
+std::size_t quotation_length(std::string_view remaining, std::string_view ahead) {
+  const char quote = remaining[0];
   const bool opens = ahead.empty() || ahead.ends_with(' ') || ahead.ends_with('(');
   if (quote != '"' && (quote != '\'' || !opens)) return 0;
-  const std::size_t end = rest.find(quote, 1);
-  if (end == std::string_view::npos || rest.substr(end + 1).starts_with(" differs")) return 0;
+  const std::size_t end = remaining.find(quote, 1);
+  if (end == std::string_view::npos || remaining.substr(end + 1).starts_with(" differs")) return 0;
   return end + 1;
 }
 
-/// The entry that `rest` begins with, where `is_subject` means that it is about an argument; null
-/// where none does.
-const Name* entry_at(std::string_view rest, Function function, bool is_subject) {
+/// The entry that `remaining` begins with, where `is_subject` means that it is about an argument;
+/// null where none does.
+const Name* entry_at(std::string_view remaining, Function function, bool is_subject) {
   for (const Name& name : all_names()) {
     if (name.function != any && name.function != function) continue;
     if (name.where == Where::as_subject && !is_subject) continue;
-    if (!rest.starts_with(name.cpp)) continue;
-    const std::string_view after = rest.substr(name.cpp.size());
+    if (!remaining.starts_with(name.cpp)) continue;
+    const std::string_view after = remaining.substr(name.cpp.size());
     if (after.empty() || !is_word(after[0])) return &name;
   }
   return nullptr;
@@ -170,36 +170,36 @@ std::string with_arrays_of(std::string_view message, bool is_target) {
 }  // namespace
 
 std::string with_python_names(const std::string& message, Function function) {
-  std::string_view rest = message;
+  std::string_view remaining = message;
   std::string made, of_cache;
   for (const std::string_view side : {"from: ", "to: "})
-    if (function == reshard && rest.starts_with(side)) {
-      of_cache = with_arrays_of(rest.substr(side.size()), side == "to: ");
-      rest = of_cache;
+    if (function == reshard && remaining.starts_with(side)) {
+      of_cache = with_arrays_of(remaining.substr(side.size()), side == "to: ");
+      remaining = of_cache;
     }
-  while (!rest.empty()) {
-    if (const std::size_t length = own_word_length(rest, made); length > 0) {
-      made += rest.substr(0, length);
-      rest.remove_prefix(length);
+  while (!remaining.empty()) {
+    if (const std::size_t length = quotation_length(remaining, made); length > 0) {
+      made += remaining.substr(0, length);
+      remaining.remove_prefix(length);
       continue;
     }
-    const std::size_t length = word_length(rest);
+    const std::size_t length = word_length(remaining);
     if (length == 0) {
-      made += rest[0];
-      rest.remove_prefix(1);
+      made += remaining[0];
+      remaining.remove_prefix(1);
       continue;
     }
-    if (rest.substr(length).starts_with("::")) {  // Options::queries: the member
-      rest.remove_prefix(length + 2);
+    if (remaining.substr(length).starts_with("::")) {  // Options::queries: the member
+      remaining.remove_prefix(length + 2);
       continue;
     }
     const bool is_subject = made.empty() || made.ends_with('\'') || made.ends_with("overlaps ");
-    if (const Name* const name = entry_at(rest, function, is_subject)) {
+    if (const Name* const name = entry_at(remaining, function, is_subject)) {
       made += name->python;
-      rest.remove_prefix(name->cpp.size());
+      remaining.remove_prefix(name->cpp.size());
     } else {
-      made += rest.substr(0, length);
-      rest.remove_prefix(length);
+      made += remaining.substr(0, length);
+      remaining.remove_prefix(length);
     }
   }
   // An argument that was not given has a shape without dimensions.

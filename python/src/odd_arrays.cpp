@@ -17,9 +17,9 @@ bool says_yes(nb::handle tensor, const char* question) {
     PyErr_Clear();
     return false;
   }
-  nb::object answer = nb::steal(attribute);
-  if (PyCallable_Check(answer.ptr())) answer = nb::steal(PyObject_CallNoArgs(answer.ptr()));
-  const bool yes = answer.is_valid() && PyObject_IsTrue(answer.ptr()) == 1;
+  nb::object result = nb::steal(attribute);
+  if (PyCallable_Check(result.ptr())) result = nb::steal(PyObject_CallNoArgs(result.ptr()));
+  const bool yes = result.is_valid() && PyObject_IsTrue(result.ptr()) == 1;
   PyErr_Clear();
   return yes;
 }
@@ -29,9 +29,9 @@ bool says_yes(const char* module, const char* function, nb::handle tensor) {
   const nb::object loaded = module_if_loaded(module);
   if (!loaded.is_valid() || !nb::hasattr(loaded, function)) return false;
   const nb::object asked = loaded.attr(function);
-  const nb::object answer =
+  const nb::object result =
       nb::steal(PyObject_CallFunctionObjArgs(asked.ptr(), tensor.ptr(), nullptr));
-  const bool yes = answer.is_valid() && PyObject_IsTrue(answer.ptr()) == 1;
+  const bool yes = result.is_valid() && PyObject_IsTrue(result.ptr()) == 1;
   PyErr_Clear();
   return yes;
 }

@@ -27,7 +27,7 @@ Entry& kept(std::list<std::unique_ptr<Entry>>& entries, const Fits& fits, const 
       return *entries.front();
     }
   std::unique_ptr<Entry> made = make();
-  if (entries.size() == Plans::kMost) entries.pop_back();
+  if (entries.size() == KeptLayers::kMost) entries.pop_back();
   entries.push_front(std::move(made));
   return *entries.front();
 }
@@ -90,13 +90,14 @@ Tensor UniformArrays::table(Device device, const std::vector<std::int64_t>& valu
   return view(tables_.front());
 }
 
-Plan& Plans::find(const Communicator& world, const Options& options) {
+KeptLayer& KeptLayers::find(const Communicator& world, const Options& options) {
   return kept(
-      plans_, [&](const Plan& plan) { return plan.options == options; },
-      [&] { return std::make_unique<Plan>(world, options); });
+      kept_layers_, [&](const KeptLayer& kept) { return kept.options == options; },
+      [&] { return std::make_unique<KeptLayer>(world, options); });
 }
 
-CrossRankMerge& Plans::find(const Communicator& world, const MergeOptions& options, LogBase base) {
+CrossRankMerge& KeptLayers::find(const Communicator& world, const MergeOptions& options,
+                                 LogBase base) {
   return kept(
       merges_,
       [&](const CrossRankMerge& merge) {
@@ -105,8 +106,8 @@ CrossRankMerge& Plans::find(const Communicator& world, const MergeOptions& optio
       [&] { return std::make_unique<CrossRankMerge>(world, options, base); });
 }
 
-void Plans::wait(Stream stream) {
-  for (const auto& plan : plans_) plan->layer.wait(stream);
+void KeptLayers::wait(Stream stream) {
+  for (const auto& kept : kept_layers_) kept->layer.wait(stream);
   for (const auto& merge : merges_) merge->wait(stream);
 }
 

@@ -41,30 +41,31 @@ class UniformArrays {
   std::list<Table> tables_;   // likewise
 };
 
-struct Plan {
-  Plan(const Communicator& world, const Options& given) : options(given), layer(world, given) {}
+struct KeptLayer {
+  KeptLayer(const Communicator& world, const Options& given)
+      : options(given), layer(world, given) {}
   Options options;
   Attention layer;
   UniformArrays arrays;
 };
 
-class Plans {
+class KeptLayers {
  public:
   static constexpr std::size_t kMost = 16;
 
   /// The layer for these options, made now (which is collective) where there is none.
-  Plan& find(const Communicator& world, const Options& options);
+  KeptLayer& find(const Communicator& world, const Options& options);
   /// Likewise a merge.
   CrossRankMerge& find(const Communicator& world, const MergeOptions& options, LogBase base);
   void wait(Stream stream);
-  std::size_t size() const { return plans_.size() + merges_.size(); }
+  std::size_t size() const { return kept_layers_.size() + merges_.size(); }
   void clear() {
-    plans_.clear();
+    kept_layers_.clear();
     merges_.clear();
   }
 
  private:
-  std::list<std::unique_ptr<Plan>> plans_;             // most recent first
+  std::list<std::unique_ptr<KeptLayer>> kept_layers_;  // most recent first
   std::list<std::unique_ptr<CrossRankMerge>> merges_;  // likewise
 };
 

@@ -35,16 +35,16 @@ class Ops {
   bool serves(Device device, int gpu) const { return device == device_ && gpu == gpu_; }
 
   /// Without the GIL, and one call at a time: call(ops).
-  template <class Call>
-  void run(const Call& call) {
+  template <class Callable>
+  void run(const Callable& call) {
     const nb::gil_scoped_release released;
     const std::lock_guard lock(mutex_);
     call(ops_);
   }
 
   /// The same with args.attention.workspace filled in.
-  template <class Args, class Call>
-  void run_in_workspace(Args& args, Stream stream, const Call& call) {
+  template <class Args, class Callable>
+  void run_in_workspace(Args& args, Stream stream, const Callable& call) {
     run([&](const ServingOps& ops) {
       args.attention.workspace = take(ops.workspace_bytes(args), stream);
       call(ops);
@@ -291,7 +291,7 @@ nb::object cross_rank_merge(Argument<"comm"> comm, Argument<"part"> part,
                        .out_scale = scale.tensor()};
   const Stream queue = stream_of(stream, own);
   ranks.alone([&](const Communicator& world) {
-    CrossRankMerge& merge = ranks.plans().find(world, options, of_base);
+    CrossRankMerge& merge = ranks.kept_layers().find(world, options, of_base);
     merge.run(args, queue);
     if (out.needs_wait() || lse.needs_wait()) merge.wait(queue);
   });

@@ -16,8 +16,8 @@ inline constexpr int kPieces = 4, kSharedPieces = 8;
 /// The most keys, on all ranks, of a sequence of the call.
 std::int64_t most_keys(const AttendParams& p);
 
-/// Chooses Plan::splits and their numbers. `works` = tiles x kv heads; `places` is the number of
-/// pieces that run at a time; `decodes`: the kernel for short queries runs them. Returns true if
+/// Chooses WorkPlan::splits and their numbers. `works` = tiles x kv heads; `places` is the number
+/// of pieces that run at a time; `decodes`: the kernel for short queries runs them. Returns true if
 /// the kernel chooses among the splits by the lengths, and needs SplitNumbers::taken.
 bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes,
                  WorkPlan& plan);

@@ -22,7 +22,7 @@ inline constexpr int kShortQuery = 16;
 /// The most splits of a sequence's keys.
 inline constexpr int kMostSplits = 256;
 
-/// The most sequences whose pieces are ordered by length (Plan::by_length).
+/// The most sequences whose pieces are ordered by length (WorkPlan::by_length).
 inline constexpr int kMostSorted = 128;
 
 /// The sequences of the batch that a launch serves; it skips the others. `short_but_one` are the
@@ -287,7 +287,7 @@ LONGSPAN_HD inline TreeCut tree_cut(const AttendParams& p, const WorkPlan& plan,
   return tree_cut(p, plan, work, plan.numbers.leaf_splits);
 }
 
-/// The row of Plan::parts that holds (sequence, token, head).
+/// The row of WorkPlan::parts that holds (sequence, token, head).
 LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const WorkPlan& plan, int sequence,
                                          std::int64_t token, int head) {
   const std::int64_t first = plan.part_tokens > 0 ? std::int64_t{sequence} * plan.part_tokens

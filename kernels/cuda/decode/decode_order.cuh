@@ -1,7 +1,7 @@
 // The order in which the pieces of a batch are handed out. At the end all blocks wait for the last
 // piece, so no piece of a long sequence should begin late. Lengths are on the device: a block sorts
 // the sequences when it first needs their order, while keys are in flight. The pieces that blocks
-// begin with (below Plan::by_length) come in the order of their numbers.
+// begin with (below WorkPlan::by_length) come in the order of their numbers.
 #pragma once
 
 #include "kernels/cuda/common/view.cuh"
@@ -34,7 +34,7 @@ __device__ __noinline__ void sort_sequences(SequenceOrder& order, const std::int
   sync();
 }
 
-/// The number, for work_of, of the piece with index `index` >= Plan::by_length.
+/// The number, for work_of, of the piece with index `index` >= WorkPlan::by_length.
 __device__ inline int sorted_work(const WorkPlan& plan, const SequenceOrder& order, int index) {
   const int late = index - plan.by_length, place = late / plan.by_late_works;
   const int remainder = late % plan.by_late_works,

@@ -67,7 +67,7 @@ Room room_of(const Instance& instance, const AttendParams& limits, const Kind& k
       static_cast<std::int64_t>(split_rows) / limits.heads};
 }
 
-/// Computes Plan::known.
+/// Computes WorkPlan::known.
 bool is_known(const AttendParams& p, const WorkPlan& plan) {
   const Batch& batch = p.batch;
   const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&

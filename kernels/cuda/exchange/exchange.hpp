@@ -13,8 +13,8 @@ struct WorkPlan;
 void exchange(const ExchangeParams& p, cudaStream_t stream);
 
 /// The same for states that are still in pieces, the splits of one launch of short queries only
-/// (Plan::parts): they fold on the way. The variant must be one-trip. The same data travels as with
-/// `exchange`, so ranks may mix the two. `multiprocessors` is their number on this GPU.
+/// (WorkPlan::parts): they fold on the way. The variant must be one-trip. The same data travels as
+/// with `exchange`, so ranks may mix the two. `multiprocessors` is their number on this GPU.
 void exchange_parts(const WorkPlan& plan, const ExchangeParams& p, int multiprocessors,
                     cudaStream_t stream);
 

@@ -33,8 +33,8 @@ constexpr int kThreads = 512;  // most of a block
 constexpr int kFewestThreads = 32;
 constexpr int kAloneLevels = 3;  // of the tree, which a thread folds with all its loads at once
 
-/// What the kernel needs of Plan::parts to read its rows. Offsets within a slot have 32 bits, like
-/// those in a peer buffer.
+/// What the kernel needs of WorkPlan::parts to read its rows. Offsets within a slot have 32 bits,
+/// like those in a peer buffer.
 struct Parts {
   const std::byte* slots;
   std::uint64_t slot_bytes;

@@ -153,7 +153,7 @@ struct WorkTile {
   int first_key;              // of the sequence, in k
   int row;                    // of the tile, in its sequence
   int first_row;              // of the tile, in the batch
-  int query_row, query_head;  // of the tile, in Call::q
+  int query_row, query_head;  // of the tile, in KernelParams::q
   int rows;                   // of the tile that exist
   RowKeys some;               // what any row of the tile sees
   RowKeys whole;              // what every row sees

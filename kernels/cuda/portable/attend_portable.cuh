@@ -8,7 +8,7 @@
 // owns 32 rows (16 if dim is large): each fragment of K and V that it reads serves two mma,
 // otherwise shared memory would be the limit. With kInvariant each segment of 128 keys is folded
 // from scratch and the segments in the fixed order. If the row tiles alone do not fill the GPU,
-// several blocks share the keys of one (Plan::splits).
+// several blocks share the keys of one (WorkPlan::splits).
 #pragma once
 
 #include "kernels/cuda/arch/shared.cuh"

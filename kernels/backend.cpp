@@ -31,4 +31,19 @@ void attend_context_by_states(const Backend& backend, const ContextParams& p, St
   backend.attend(p.fresh, p.merge, stream);
 }
 
+namespace {
+[[noreturn]] void refuse_gradients() {
+  throw Unsupported("gradients on a GPU: this build computes them on CPUs only");
+}
+}  // namespace
+
+std::size_t GradientKernels::gradient_scratch(const GradientParams&) const { refuse_gradients(); }
+void GradientKernels::row_terms(const RowTermParams&, Stream) const { refuse_gradients(); }
+void GradientKernels::attend_gradients(const GradientParams&, Stream, const BetweenTiles&) const {
+  refuse_gradients();
+}
+void GradientKernels::store_gradients(const StoreGradientParams&, Stream) const {
+  refuse_gradients();
+}
+
 }  // namespace longspan::kernels

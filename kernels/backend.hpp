@@ -12,6 +12,7 @@
 #include "kernels/digest.hpp"
 #include "kernels/epilogue.hpp"
 #include "kernels/exchange.hpp"
+#include "kernels/gradient_params.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 #include "kernels/row_puts.hpp"
@@ -133,7 +134,26 @@ class ServingKernels {
   virtual void reduce_segments(const ReduceSegmentsParams& params, Stream stream) const = 0;
 };
 
-class Backend : public AttentionKernels, public RowKernels, public ServingKernels {
+/// The kernels of backward.
+class GradientKernels {
+ public:
+  virtual ~GradientKernels() = default;
+  /// The most scratch that attend_gradients needs within these bounds.
+  virtual std::size_t gradient_scratch(const GradientParams& bounds) const;
+  /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the next two do.
+  virtual void row_terms(const RowTermParams& params, Stream stream) const;
+  /// Adds up the gradients of a block of rows and a block of keys. On CPUs the calling thread calls
+  /// `between`, as in AttentionKernels::attend.
+  virtual void attend_gradients(const GradientParams& params, Stream stream,
+                                const BetweenTiles& between = {}) const;
+  /// Rounds sums of gradients, and stores them.
+  virtual void store_gradients(const StoreGradientParams& params, Stream stream) const;
+};
+
+class Backend : public AttentionKernels,
+                public RowKernels,
+                public ServingKernels,
+                public GradientKernels {
  public:
   ~Backend() override = default;
 };

@@ -55,6 +55,17 @@ class HostBackend final : public Backend {
     return false;
   }
   void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
+  std::size_t gradient_scratch(const GradientParams& bounds) const override {
+    return host::gradient_scratch(bounds, pool_.size());
+  }
+  void row_terms(const RowTermParams& p, Stream) const override { host::row_terms(p, pool_); }
+  void attend_gradients(const GradientParams& p, Stream,
+                        const BetweenTiles& between) const override {
+    host::attend_gradients(p, pool_, between);
+  }
+  void store_gradients(const StoreGradientParams& p, Stream) const override {
+    host::store_gradients(p, pool_);
+  }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
   void write_run_digest(const RunDigestParams& p, Stream) const override {
     *p.to = run_digest(p.hash, p.contents);

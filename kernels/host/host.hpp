@@ -7,6 +7,7 @@
 #include "kernels/copy_keys.hpp"
 #include "kernels/digest.hpp"
 #include "kernels/epilogue.hpp"
+#include "kernels/gradient_params.hpp"
 #include "kernels/host/thread_pool.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
@@ -16,6 +17,10 @@ namespace longspan::kernels::host {
 
 std::size_t attend_scratch(const AttendParams& bounds, int threads);
 void attend(const AttendParams& params, ThreadPool& pool, const BetweenTiles& between);
+std::size_t gradient_scratch(const GradientParams& bounds, int threads);
+void attend_gradients(const GradientParams& params, ThreadPool& pool, const BetweenTiles& between);
+void row_terms(const RowTermParams& params, ThreadPool& pool);
+void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);

@@ -373,15 +373,6 @@ class HostProblem {
     return keys;
   }
 
- private:
-  float scale_of(const std::vector<float>& scales, int kv_head) const {
-    return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
-  }
-
-  double slope_of(int b, int head) const {
-    return slopes[(shape.slopes_of_sequences ? b * shape.heads : 0) + head];
-  }
-
   /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
   std::vector<double> biases(int b, int head, std::int64_t t) const {
     if (!shape.alibi && !shape.qq) return {};
@@ -394,6 +385,25 @@ class HostProblem {
         bias[j] += qq[t * (qq_width() + kGap) + j - context];
     }
     return bias;
+  }
+
+  /// Keys or values of a query head of sequence b, [kv_len, dim].
+  launcher::RowMajor sequence(const Array& a, int b, int head) const {
+    const int kv_head = head / (shape.heads / shape.kv_heads);
+    launcher::RowMajor m(shape.kv_len[b], shape.dim);
+    for (std::int64_t i = 0; i < shape.kv_len[b]; ++i)
+      for (int c = 0; c < shape.dim; ++c)
+        m(i, c) = a[(key_start[b] + i) * kv_stride() + kv_head * shape.dim + c];
+    return m;
+  }
+
+ private:
+  float scale_of(const std::vector<float>& scales, int kv_head) const {
+    return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
+  }
+
+  double slope_of(int b, int head) const {
+    return slopes[(shape.slopes_of_sequences ? b * shape.heads : 0) + head];
   }
 
   void draw_scales_and_biases(std::mt19937& random) {
@@ -425,15 +435,6 @@ class HostProblem {
     values.for_each(0, rows * row_size, [&](std::int64_t i, float value) {
       a.set(i / row_size * stride + i % row_size, value);
     });
-  }
-
-  launcher::RowMajor sequence(const Array& a, int b, int head) const {
-    const int kv_head = head / (shape.heads / shape.kv_heads);
-    launcher::RowMajor m(shape.kv_len[b], shape.dim);
-    for (std::int64_t i = 0; i < shape.kv_len[b]; ++i)
-      for (int c = 0; c < shape.dim; ++c)
-        m(i, c) = a[(key_start[b] + i) * kv_stride() + kv_head * shape.dim + c];
-    return m;
   }
 
   std::uint32_t table_seed_ = 0;

@@ -1,0 +1,82 @@
+// The parameters of backward. With x = scale q.k, s = bias + softcap tanh(x / softcap),
+// p = exp(s - lse) and D = sum(dout * out) - dlse of a row,
+//
+//     dS = p (dout.v - D),   dX = scale dS (1 - tanh(x / softcap)^2)
+//     dq = sum over keys dX k,   dk = sum over rows dX q,   dv = sum over rows p dout
+//
+// The keys and values of a kv head get the sums over the rows of all query heads of its group. The
+// method is that of FlashAttention-2 (Dao, arXiv 2307.08691): scores are made anew from q, k and
+// lse.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/attend_params.hpp"
+#include "kernels/tensors.hpp"
+#include "longspan/types.hpp"
+
+namespace longspan::kernels {
+
+/// What backward needs of a row besides its tensors.
+struct RowTerm {
+  float lse = 0;       // in base 2; -inf: the row sees nothing
+  float lse_rest = 0;  // what the rounding of lse left, so that a weight loses no more than the
+                       // natural lse has lost
+  float d = 0;         // D
+};
+
+/// Makes the terms of all rows of a batch.
+struct RowTermParams {
+  DType out_dtype = DType::fp32;
+  DType dout_dtype = DType::fp32;
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int value_dim = 0;
+  TokenRows out;             // [tokens, heads, value_dim]
+  TokenRows dout;            // [tokens, heads, value_dim]
+  TokenLse lse;              // [tokens, heads], natural
+  TokenLse dlse;             // [tokens, heads]; null: no gradient came with the lse
+  RowTerm* terms = nullptr;  // [tokens, heads]
+};
+
+/// Sums in fp32, with a kv head's rows one after another, so that a head is one dense block:
+/// [kv_heads, rows, padded(dim)]. Rows of queries are packed: token * group + head of the group.
+struct GradientSums {
+  float* data = nullptr;
+  std::int64_t rows = 0;  // of a kv head, over the batch
+  int dim = 0;
+
+  LONGSPAN_HD static int padded(int dim) { return (dim + 15) / 16 * 16; }
+  LONGSPAN_HD static std::int64_t bytes(std::int64_t rows, int kv_heads, int dim) {
+    return rows * kv_heads * padded(dim) * 4;
+  }
+  LONGSPAN_HD float* at(int kv_head, std::int64_t row) const {
+    return data + (kv_head * rows + row) * padded(dim);
+  }
+};
+
+/// Adds up the gradients of a block of rows and a block of keys: those of AttendParams. Every row
+/// and key of the blocks is written, with zeros where nothing is seen. fp8 and pages are refused.
+struct GradientParams : AttendParams {
+  TokenRows dout;  // [tokens, heads, value_dim] of dout_dtype
+  DType dout_dtype = DType::fp32;
+  const RowTerm* terms = nullptr;  // [tokens, heads]
+  GradientSums dq;                 // [kv_heads, tokens * group, head_dim]; no data: not wanted
+  GradientSums dk;                 // [kv_heads, keys on this rank, head_dim]; no data: not wanted
+  GradientSums dv;                 // [kv_heads, keys on this rank, value_dim], with dk
+  bool resume_rows = false;        // dq starts from what is there, otherwise from zero
+  bool resume_keys = false;        // the same for dk and dv
+};
+
+/// Rounds sums to their type and stores them.
+struct StoreGradientParams {
+  GradientSums sums;
+  DType dtype = DType::fp32;  // of the gradient: fp32, fp16 or bf16
+  int kv_heads = 1;
+  int group = 1;            // query heads of a kv head; 1 for the gradients of keys and values
+  TokenRows to;             // [rows / group, kv_heads * group, dim]
+  bool accumulate = false;  // adds to what is there, before the one rounding
+};
+
+}  // namespace longspan::kernels

@@ -1,0 +1,270 @@
+// Adds up the gradients of a batch. Where the threads have heads enough, a thread takes a whole kv
+// head: keys stay, rows stream, and one pass over the products makes dq, dk and dv. Otherwise one
+// pass makes dk and dv, segment by segment, and another makes dq, tile by tile; both make the
+// scores. The bits are the same: an element is the sum of its segments' sums in the order of the
+// keys, or of its tiles' sums in the order of the rows.
+//
+// In the fixed order (`invariant`) the sums of virtual ranks (order.hpp) fold as a tree. There are
+// always two passes then.
+#include <algorithm>
+#include <cstddef>
+#include <string>
+
+#include "kernels/gradient_params.hpp"
+#include "kernels/host/fold_stack.hpp"
+#include "kernels/host/gradient_tile.hpp"
+#include "kernels/host/host.hpp"
+#include "longspan/error.hpp"
+
+namespace longspan::kernels::host {
+namespace {
+
+constexpr int kLevels = 1 + 7;  // of a tree of 64 virtual ranks, and the sum in progress
+
+std::size_t space_bytes(const GradientParams& p) {
+  const std::size_t floats = GradientSpace::floats(p, p.invariant ? kLevels : 1);
+  return (floats * 4 + 255) / 256 * 256;
+}
+
+class GradientRun {
+ public:
+  GradientRun(const GradientParams& p, ThreadPool& pool, const BetweenTiles& between)
+      : p_(p),
+        pool_(pool),
+        between_(between),
+        group_(p.heads / p.kv_heads),
+        head_columns_(GradientSums::padded(p.head_dim)),
+        value_columns_(GradientSums::padded(p.value_dim)) {}
+
+  void operator()() {
+    const std::int64_t heads = std::int64_t{p_.batch.size} * p_.kv_heads;
+    const bool both = p_.dq.data != nullptr && p_.dk.data != nullptr;
+    if (both && !p_.invariant && shares_evenly(heads)) {
+      pool_.run(heads, [&](std::int64_t item, int thread) {
+        const Sequence s(p_, static_cast<int>(item / p_.kv_heads));
+        const int kv_head = static_cast<int>(item % p_.kv_heads);
+        clear_rows(s, kv_head);
+        for (std::int64_t i = 0; i < segments_of(s.keys); ++i)
+          take_segment(s, kv_head, i, thread, dq_of(s, kv_head));
+      });
+      return;
+    }
+    if (p_.dk.data != nullptr) {
+      const std::int64_t each = most_segments();
+      pool_.run(heads * each, [&](std::int64_t item, int thread) {
+        const Sequence s(p_, static_cast<int>(item / each / p_.kv_heads));
+        if (item % each < segments_of(s.keys))
+          take_segment(s, static_cast<int>(item / each % p_.kv_heads), item % each, thread,
+                       nullptr);
+      });
+    }
+    if (p_.dq.data != nullptr) {
+      const std::int64_t each = most_tiles();
+      pool_.run(heads * each, [&](std::int64_t item, int thread) {
+        const Sequence s(p_, static_cast<int>(item / each / p_.kv_heads));
+        const std::int64_t first = item % each * kGradientRows;
+        if (first < s.query_len * group_)
+          take_rows(s, static_cast<int>(item / each % p_.kv_heads), first, thread);
+      });
+    }
+  }
+
+ private:
+  /// Whether threads that each take whole heads wait little for the last one. A second pass costs 7
+  /// products for 5.
+  bool shares_evenly(std::int64_t heads) const {
+    const std::int64_t rounds = (heads + pool_.size() - 1) / pool_.size();
+    return 5 * rounds * pool_.size() <= 7 * heads;
+  }
+  std::int64_t most_segments() const {
+    std::int64_t most = 0;
+    for (int b = 0; b < p_.batch.size; ++b)
+      most = std::max(most, segments_of(Sequence(p_, b).keys));
+    return most;
+  }
+  std::int64_t most_tiles() const {
+    std::int64_t most = 0;
+    for (int b = 0; b < p_.batch.size; ++b)
+      most =
+          std::max(most, (Sequence(p_, b).query_len * group_ + kGradientRows - 1) / kGradientRows);
+    return most;
+  }
+
+  GradientSpace space(int thread) const {
+    return {reinterpret_cast<float*>(p_.scratch + thread * space_bytes(p_)), p_,
+            p_.invariant ? kLevels : 1};
+  }
+  void pause(int thread) const {
+    if (thread == 0 && between_) between_();
+  }
+
+  static Segment segment(const Sequence& s, std::int64_t number) {
+    const std::int64_t first = number * kSegment;
+    return {first, static_cast<int>(std::min<std::int64_t>(kSegment, s.keys - first))};
+  }
+  Tile tile(const Sequence& s, int kv_head, std::int64_t first, std::int64_t end) const {
+    return {s,
+            kv_head,
+            1,
+            first,
+            static_cast<int>(std::min<std::int64_t>(kGradientRows, end - first)),
+            0,
+            s.order.leaves,
+            {0, s.keys}};
+  }
+  float* dq_of(const Sequence& s, int kv_head) const {
+    return p_.dq.at(kv_head, s.first_row * group_);
+  }
+  void clear_rows(const Sequence& s, int kv_head) const {
+    if (!p_.resume_rows) std::fill_n(dq_of(s, kv_head), s.query_len * group_ * head_columns_, 0.0f);
+  }
+
+  /// Calls visit(leaf, first, end) for stretches of packed rows, in the order of their sum.
+  template <class Visit>
+  void for_each_stretch(const Sequence& s, Visit&& visit) const {
+    const std::int64_t rows = s.query_len * group_;
+    if (!p_.invariant) return visit(0, std::int64_t{0}, rows);
+    const SegmentOrder order = p_.queries.for_sequence(s.index).order(p_.whole_query_len(s.index));
+    for (int leaf = 0; leaf < order.leaves; ++leaf)
+      for (std::int64_t t = 0; t < order.count(leaf); ++t) {
+        const std::int64_t first = order.segment(leaf, t) * kSegment * group_;
+        visit(leaf, first, std::min(rows, first + kSegment * group_));
+      }
+  }
+
+  /// dk and dv of one segment, and its part of dq unless that is null.
+  void take_segment(const Sequence& s, int kv_head, std::int64_t number, int thread,
+                    float* dq) const {
+    const GradientSpace own = space(thread);
+    const std::int64_t k_floats = kSegment * head_columns_, v_floats = kSegment * value_columns_;
+    PackedKeyRows keys;
+    pack_gradient_keys(p_, s, kv_head, segment(s, number), own, keys);
+    const std::int64_t count = keys.segment.keys;
+    float* const to_k = p_.dk.at(kv_head, s.first_key + keys.segment.first);
+    float* const to_v = p_.dv.at(kv_head, s.first_key + keys.segment.first);
+
+    FoldStack stack;
+    const auto fold = [&](int a, int b) {
+      add_sums(own.dk + a * k_floats, own.dk + b * k_floats, k_floats);
+      add_sums(own.dv + a * v_floats, own.dv + b * v_floats, v_floats);
+    };
+    int level = -1, last_leaf = -1;
+    const auto begin_level = [&] {
+      std::fill_n(own.dk + level * k_floats, k_floats, 0.0f);
+      std::fill_n(own.dv + level * v_floats, v_floats, 0.0f);
+    };
+    for_each_stretch(s, [&](int leaf, std::int64_t first, std::int64_t end) {
+      if (leaf != last_leaf) {
+        level = stack.push(static_cast<std::uint64_t>(leaf), fold);
+        begin_level();
+        if (level == 0 && p_.resume_keys && !p_.invariant) {
+          std::copy_n(to_k, count * head_columns_, own.dk);
+          std::copy_n(to_v, count * value_columns_, own.dv);
+        }
+        last_leaf = leaf;
+      }
+      for (std::int64_t row = first; row < end; row += kGradientRows) {
+        const Tile of_rows = tile(s, kv_head, row, end);
+        if (!sees(of_rows, keys.segment)) continue;
+        PackedQueryRows rows;
+        pack_gradient_rows(p_, of_rows, own, rows);
+        gradient_tile(p_, of_rows, rows, keys, own,
+                      dq == nullptr ? nullptr : dq + row * head_columns_, own.dk + level * k_floats,
+                      own.dv + level * v_floats);
+        pause(thread);
+      }
+    });
+    if (!stack.finish(fold)) {
+      level = 0;
+      begin_level();
+    }
+    if (p_.resume_keys && p_.invariant) {
+      add_sums(to_k, own.dk, count * head_columns_);
+      add_sums(to_v, own.dv, count * value_columns_);
+    } else {
+      std::copy_n(own.dk, count * head_columns_, to_k);
+      std::copy_n(own.dv, count * value_columns_, to_v);
+    }
+  }
+
+  /// dq of one tile.
+  void take_rows(const Sequence& s, int kv_head, std::int64_t first, int thread) const {
+    const GradientSpace own = space(thread);
+    const Tile of_rows = tile(s, kv_head, first, s.query_len * group_);
+    const std::int64_t floats = kGradientRows * head_columns_;
+    const std::int64_t used = of_rows.rows * head_columns_;
+    float* const to = dq_of(s, kv_head) + first * head_columns_;
+    PackedQueryRows rows;
+    pack_gradient_rows(p_, of_rows, own, rows);
+    FoldStack stack;
+    const auto fold = [&](int a, int b) {
+      add_sums(own.dq + a * floats, own.dq + b * floats, used);
+    };
+    const auto take = [&](std::int64_t number, float* sums) {
+      const Segment of_keys = segment(s, number);
+      if (!sees(of_rows, of_keys)) return;
+      PackedKeyRows keys;
+      pack_gradient_keys(p_, s, kv_head, of_keys, own, keys);
+      gradient_tile(p_, of_rows, rows, keys, own, sums, nullptr, nullptr);
+      pause(thread);
+    };
+    if (!p_.invariant) {
+      if (!p_.resume_rows) std::fill_n(to, used, 0.0f);
+      for (std::int64_t i = 0; i < segments_of(s.keys); ++i) take(i, to);
+      return;
+    }
+    for (int leaf = 0; leaf < s.order.leaves; ++leaf) {
+      if (s.order.count(leaf) == 0) continue;
+      const int level = stack.push(static_cast<std::uint64_t>(leaf), fold);
+      std::fill_n(own.dq + level * floats, used, 0.0f);
+      for (std::int64_t t = 0; t < s.order.count(leaf); ++t)
+        take(s.order.segment(leaf, t), own.dq + level * floats);
+    }
+    if (!stack.finish(fold)) std::fill_n(own.dq, used, 0.0f);
+    if (p_.resume_rows)
+      add_sums(to, own.dq, used);
+    else
+      std::copy_n(own.dq, used, to);
+  }
+
+  bool sees(const Tile& rows, const Segment& keys) const {
+    const Visible visible(p_, rows);
+    return !visible.any().empty() && visible.any().begin < keys.first + keys.keys &&
+           visible.any().end > keys.first;
+  }
+
+  const GradientParams& p_;
+  ThreadPool& pool_;
+  const BetweenTiles& between_;
+  const int group_;
+  const int head_columns_, value_columns_;
+};
+
+}  // namespace
+
+std::size_t gradient_scratch(const GradientParams& bounds, int threads) {
+  return threads * space_bytes(bounds);
+}
+
+void attend_gradients(const GradientParams& p, ThreadPool& pool, const BetweenTiles& between) {
+  if (p.scratch_bytes < gradient_scratch(p, pool.size()))
+    throw Error(ErrorKind::internal, "host gradients were given " +
+                                         std::to_string(p.scratch_bytes) +
+                                         " bytes of scratch and need " +
+                                         std::to_string(gradient_scratch(p, pool.size())));
+  GradientRun(p, pool, between)();
+}
+
+void row_terms(const RowTermParams& p, ThreadPool& pool) {
+  pool.run_stretches(p.tokens,
+                     [&](std::int64_t begin, std::int64_t end) { row_terms(p, begin, end); });
+}
+
+void store_gradients(const StoreGradientParams& p, ThreadPool& pool) {
+  for (int kv_head = 0; kv_head < p.kv_heads; ++kv_head)
+    pool.run_stretches(p.sums.rows, [&](std::int64_t begin, std::int64_t end) {
+      store_gradients(p, kv_head, begin, end);
+    });
+}
+
+}  // namespace longspan::kernels::host

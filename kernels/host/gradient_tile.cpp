@@ -1,0 +1,394 @@
+// The products of backward, in vectors (gradient_params.hpp has the mathematics).
+//
+//     S = Q K^T,  P = exp2(S - lse),  dP = dO V^T,  dX = scale P (dP - D)
+//     dV += P^T dO,  dK += dX^T Q,  dQ += dX K
+//
+// A weight is selected, never multiplied: a key that a row does not see gives exactly nothing,
+// whatever the tensors hold there.
+#include "kernels/host/gradient_tile.hpp"
+
+#include "kernels/host/targets.hpp"
+// Highway compiles the rest of this file once for each target.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/host/gradient_tile.cpp"
+#include "hwy/foreach_target.h"  // first
+//
+#include <algorithm>
+
+#include "hwy/highway.h"
+#include "kernels/host/bias-inl.hpp"
+#include "kernels/host/key_rows.hpp"
+#include "kernels/host/multiply-inl.hpp"
+#include "kernels/host/pack-inl.hpp"
+#include "kernels/host/simd-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace longspan::kernels::host {
+namespace HWY_NAMESPACE {
+
+void add_sums(float* a, const float* b, std::int64_t n) {
+  const Lanes d;
+  for (std::int64_t i = 0; i < n; i += kLanes)
+    hn::StoreU(hn::Add(hn::LoadU(d, a + i), hn::LoadU(d, b + i)), d, a + i);
+}
+
+/// The left side of a product that is added to its result: a[r, k] = data[r * row + k * depth].
+struct Left {
+  const float* data;
+  std::ptrdiff_t row;
+  std::ptrdiff_t depth;
+};
+
+template <int kRows, int kVecs>
+HWY_INLINE void add_product_block(Left a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride) {
+  const Lanes d;
+  Vec sums[kRows][kVecs];
+  HWY_UNROLL(8)
+  for (int r = 0; r < kRows; ++r) {
+    HWY_UNROLL(8)
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::Zero(d);
+  }
+  const float* left = a.data;
+  for (int k = 0; k < depth; ++k, left += a.depth) {
+    Vec right[kVecs];
+    HWY_UNROLL(8)
+    for (int v = 0; v < kVecs; ++v) right[v] = hn::LoadU(d, b.at(k, v * kLanes));
+    HWY_UNROLL(8)
+    for (int r = 0; r < kRows; ++r) {
+      const Vec factor = hn::Set(d, left[r * a.row]);
+      HWY_UNROLL(8)
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::MulAdd(factor, right[v], sums[r][v]);
+    }
+  }
+  HWY_UNROLL(8)
+  for (int r = 0; r < kRows; ++r) {
+    HWY_UNROLL(8)
+    for (int v = 0; v < kVecs; ++v) {
+      float* const to = c + r * c_stride + v * kLanes;
+      hn::StoreU(hn::Add(hn::LoadU(d, to), sums[r][v]), d, to);
+    }
+  }
+}
+
+/// C += A B; columns is a multiple of 16. Blocks of columns are outermost, so that a block of B
+/// stays in the L1 cache.
+HWY_NOINLINE inline void add_product(Left a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride,
+                                     int rows, int columns) {
+  constexpr int kWide = kVectors * kLanes;
+  for (int n = 0; n < columns;) {
+    const bool wide = n + kWide <= columns;
+    for (int r = 0; r < rows; r += kBlockRows) {
+      const Left block{a.data + r * a.row, a.row, a.depth};
+      float* const to = c + r * c_stride + n;
+      with_rows<kBlockRows>(std::min(kBlockRows, rows - r), [&]<int kRows>() {
+        if (wide)
+          add_product_block<kRows, kVectors>(block, {b.at(0, n), b.stride}, depth, to, c_stride);
+        else
+          add_product_block<kRows, 1>(block, {b.at(0, n), b.stride}, depth, to, c_stride);
+      });
+    }
+    n += wide ? kWide : kLanes;
+  }
+}
+
+/// The same, but skips what is multiplied by 0: infinity and NaN in B then reach only the rows of C
+/// that have a weight for them.
+HWY_NOINLINE inline void add_seen_product(Left a, Matrix b, int depth, float* c,
+                                          std::ptrdiff_t c_stride, int rows, int columns) {
+  const Lanes d;
+  HWY_ALIGN float sums[kMaxHeadDim + 16];
+  for (int r = 0; r < rows; ++r) {
+    std::fill_n(sums, columns, 0.0f);
+    for (int k = 0; k < depth; ++k) {
+      const float factor = a.data[r * a.row + k * a.depth];
+      if (factor == 0.0f) continue;
+      for (int n = 0; n < columns; n += kLanes)
+        hn::Store(hn::MulAdd(hn::Set(d, factor), hn::LoadU(d, b.at(k, n)), hn::Load(d, sums + n)),
+                  d, sums + n);
+    }
+    add_sums(c + r * c_stride, sums, columns);
+  }
+}
+
+class TileGradient {
+ public:
+  TileGradient(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
+               const PackedKeyRows& keys, const GradientSpace& space)
+      : p_(p),
+        tile_(tile),
+        rows_(rows),
+        keys_(keys),
+        space_(space),
+        visible_(p, tile),
+        head_columns_(GradientSums::padded(p.head_dim)),
+        value_columns_(GradientSums::padded(p.value_dim)) {}
+
+  void operator()(float* dq, float* dk, float* dv) {
+    const Range any = aligned(visible_.keys(keys_.segment, 0, tile_.rows - 1));
+    if (any.begin == any.end) return;
+    SegmentBias bias(p_, tile_);
+    if (p_.bias) bias.start(keys_.segment);
+    for (int first = 0; first < tile_.rows; first += kBlockRows) {
+      const int rows = std::min(kBlockRows, tile_.rows - first);
+      const Range keys = aligned(visible_.keys(keys_.segment, first, first + rows - 1));
+      if (keys.begin < keys.end) multiply_block_of_rows(first, rows, keys);
+      for (int r = first; r < first + rows; ++r) {
+        if (keys.begin < keys.end) weigh(r, keys, bias);
+        fill_around(space_.weights + r * kSegment, keys, any);
+        fill_around(space_.dx + r * kSegment, keys, any);
+      }
+      if (dq == nullptr || keys.begin == keys.end) continue;
+      add(keys_.finite, {space_.dx + first * kSegment + keys.begin, kSegment, 1},
+          {space_.key_rows + keys.begin * head_columns_, head_columns_}, keys.end - keys.begin,
+          dq + first * head_columns_, rows, head_columns_);
+    }
+    if (dk == nullptr) return;
+    const int count = any.end - any.begin;
+    add(rows_.finite, {space_.weights + any.begin, 1, kSegment}, {space_.dout, value_columns_},
+        tile_.rows, dv + any.begin * value_columns_, count, value_columns_);
+    add(rows_.finite, {space_.dx + any.begin, 1, kSegment}, {space_.q, head_columns_}, tile_.rows,
+        dk + any.begin * head_columns_, count, head_columns_);
+  }
+
+ private:
+  static void add(bool finite, Left a, Matrix b, int depth, float* c, int rows, int columns) {
+    if (finite)
+      add_product(a, b, depth, c, columns, rows, columns);
+    else
+      add_seen_product(a, b, depth, c, columns, rows, columns);
+  }
+
+  /// Zeros in `all`, except for `keys`.
+  static void fill_around(float* row, Range keys, Range all) {
+    if (keys.begin == keys.end) {
+      std::fill(row + all.begin, row + all.end, 0.0f);
+      return;
+    }
+    std::fill(row + all.begin, row + keys.begin, 0.0f);
+    std::fill(row + keys.end, row + all.end, 0.0f);
+  }
+
+  /// S and dP of some rows and keys.
+  void multiply_block_of_rows(int first, int rows, Range keys) {
+    for (int panel = 0; panel < kSegment; panel += kPanel) {
+      const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
+      if (begin >= end) continue;
+      multiply({space_.q + first * head_columns_, head_columns_},
+               {space_.keys + panel * p_.head_dim + begin - panel, kPanel}, p_.head_dim,
+               space_.weights + first * kSegment + begin, kSegment, rows, end - begin);
+      multiply({space_.dout + first * value_columns_, value_columns_},
+               {space_.values + panel * p_.value_dim + begin - panel, kPanel}, p_.value_dim,
+               space_.dx + first * kSegment + begin, kSegment, rows, end - begin);
+    }
+  }
+
+  /// Turns a row's S into P, and its dP into dX.
+  void weigh(int r, Range keys, SegmentBias& bias) {
+    const Lanes d;
+    const int group = p_.heads / p_.kv_heads;
+    const std::int64_t row = tile_.first + r;
+    const RowTerm term = p_.terms[(tile_.sequence.first_row + row / group) * p_.heads +
+                                  tile_.kv_head * group + row % group];
+    float* const s = space_.weights + r * kSegment;
+    float* const ds = space_.dx + r * kSegment;
+    float* const slope = space_.slope + r * kSegment;
+    const bool capped = p_.score.softcap != 0.0f;
+    float factor = p_.score.scale * kLog2E;
+    if (capped) {
+      const Vec to_cap = hn::Set(d, p_.score.scale / p_.score.softcap);
+      const Vec height = hn::Set(d, p_.score.softcap * kLog2E), one = hn::Set(d, 1.0f);
+      for (int j = keys.begin; j < keys.end; j += kLanes) {
+        const Vec t = tanh(hn::Mul(hn::Load(d, s + j), to_cap));
+        hn::Store(hn::Mul(t, height), d, s + j);
+        hn::Store(hn::NegMulAdd(t, t, one), d, slope + j);
+      }
+      factor = 1.0f;
+    } else if (p_.bias) {
+      for (int j = keys.begin; j < keys.end; j += kLanes)
+        hn::Store(hn::Mul(hn::Load(d, s + j), hn::Set(d, factor)), d, s + j);
+      factor = 1.0f;
+    }
+    if (p_.bias) bias.add(tile_.kv_head, r, keys, s);
+    visible_.hide(keys_.segment, r, keys, s);
+
+    const Vec minus_infinity = hn::Set(d, -infinity()), zero = hn::Zero(d);
+    const Vec lse = hn::Set(d, term.lse == -infinity() ? infinity() : term.lse);
+    const Vec lse_rest = hn::Set(d, term.lse_rest);
+    const Vec row_d = hn::Set(d, term.d), times = hn::Set(d, factor);
+    const Vec scale = hn::Set(d, p_.score.scale), most = hn::Set(d, 126.0f);
+    for (int j = keys.begin; j < keys.end; j += kLanes) {
+      const Vec score = hn::Load(d, s + j);
+      Vec x = hn::Sub(hn::MulSub(score, times, lse), lse_rest);
+      x = hn::IfThenElse(hn::Gt(x, most), most, x);  // an lse that does not belong to the scores
+      const Vec p = hn::IfThenElse(hn::Eq(score, minus_infinity), zero, exp2(x));
+      Vec dx = hn::Mul(hn::Mul(p, hn::Sub(hn::Load(d, ds + j), row_d)), scale);
+      if (capped) dx = hn::Mul(dx, hn::Load(d, slope + j));
+      hn::Store(p, d, s + j);
+      hn::Store(hn::IfThenElse(hn::Eq(p, zero), zero, dx), d, ds + j);
+    }
+  }
+
+  const GradientParams& p_;
+  const Tile& tile_;
+  const PackedQueryRows& rows_;
+  const PackedKeyRows& keys_;
+  const GradientSpace& space_;
+  const VisibleRows<kGradientRows> visible_;
+  const int head_columns_, value_columns_;
+};
+
+void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
+                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
+                   float* dv) {
+  TileGradient(p, tile, rows, keys, space)(dq, dk, dv);
+}
+
+/// Widens a row, and pads it to `columns` with zeros. Returns whether all of it is finite.
+template <class T>
+HWY_INLINE bool widen_padded(const T* from, int dim, int columns, float* to) {
+  widen(from, dim, to);
+  std::fill(to + dim, to + columns, 0.0f);
+  return is_finite_row(to, columns);
+}
+
+void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
+                        const Segment& segment, const GradientSpace& space, PackedKeyRows& packed) {
+  packed = {segment, true};
+  KeyRows rows;
+  rows.clear();
+  rows.find(p, s, kv_head, segment.first, 0, segment.keys);
+  const Range all = aligned({0, segment.keys});
+  const int columns = GradientSums::padded(p.head_dim);
+  with_type(p.kv_dtype, [&]<class T>(const T*) {
+    pack_keys<T>(p.k, rows.k(), all, p.head_dim, space.keys);
+    pack_keys<T>(p.v, rows.v(), all, p.value_dim, space.values);
+    for (int j = 0; j < all.end; ++j) {
+      float* const to = space.key_rows + j * columns;
+      if (j < segment.keys)
+        packed.finite &=
+            widen_padded(reinterpret_cast<const T*>(rows.k()[j]), p.head_dim, columns, to);
+      else
+        std::fill_n(to, columns, 0.0f);
+    }
+  });
+}
+
+void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
+                        PackedQueryRows& packed) {
+  packed.finite = true;
+  const int group = p.heads / p.kv_heads;
+  const int columns = GradientSums::padded(p.head_dim);
+  const int value_columns = GradientSums::padded(p.value_dim);
+  const auto each = [&](auto&& visit) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const std::int64_t row = tile.first + r;
+      visit(r, tile.sequence.first_row + row / group, tile.kv_head * group + row % group);
+    }
+  };
+  with_type(p.q_dtype, [&]<class T>(const T*) {
+    each([&](int r, std::int64_t token, std::int64_t head) {
+      packed.finite &=
+          widen_padded(p.q.at<T>(token, head), p.head_dim, columns, space.q + r * columns);
+    });
+  });
+  with_type(p.dout_dtype, [&]<class T>(const T*) {
+    each([&](int r, std::int64_t token, std::int64_t head) {
+      packed.finite &= widen_padded(p.dout.at<T>(token, head), p.value_dim, value_columns,
+                                    space.dout + r * value_columns);
+    });
+  });
+}
+
+/// The sum of products of n floats, in one shape of 16 lanes; n is a multiple of 8.
+float dot(const float* a, const float* b, int n) {
+  const Lanes8 d;
+  constexpr int kSums = 16 / kLanes8;
+  hn::Vec<Lanes8> sums[kSums];
+  for (auto& sum : sums) sum = hn::Zero(d);
+  for (int c = 0; c < n; c += kLanes8) {
+    auto& sum = sums[c / kLanes8 % kSums];
+    sum = hn::MulAdd(hn::LoadU(d, a + c), hn::LoadU(d, b + c), sum);
+  }
+  float lanes[16];
+  for (int i = 0; i < kSums; ++i) hn::StoreU(sums[i], d, lanes + i * kLanes8);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
+  HWY_ALIGN float out[kMaxHeadDim], dout[kMaxHeadDim];
+  for (std::int64_t token = begin; token < end; ++token) {
+    for (int head = 0; head < p.heads; ++head) {
+      with_type(p.out_dtype,
+                [&]<class T>(const T*) { widen(p.out.at<T>(token, head), p.value_dim, out); });
+      with_type(p.dout_dtype,
+                [&]<class T>(const T*) { widen(p.dout.at<T>(token, head), p.value_dim, dout); });
+      const float natural = *p.lse.at(token, head);
+      RowTerm& term = p.terms[token * p.heads + head];
+      term = {-infinity(), 0.0f, 0.0f};
+      if (natural == -infinity()) continue;  // it sees nothing, and its dout may hold anything
+      const double exact = natural * 1.4426950408889634;
+      term.lse = static_cast<float>(exact);
+      term.lse_rest = static_cast<float>(exact - term.lse);
+      term.d = dot(dout, out, p.value_dim);
+      if (p.dlse.data != nullptr) term.d -= *p.dlse.at(token, head);
+    }
+  }
+}
+
+void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t begin,
+                     std::int64_t end) {
+  with_type(p.dtype, [&]<class T>(const T* type) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      const float* const from = p.sums.at(kv_head, row);
+      T* const to = p.to.at<T>(row / p.group, kv_head * p.group + row % p.group);
+      if (p.accumulate) {
+        HWY_ALIGN float old[kMaxHeadDim];
+        widen(to, p.sums.dim, old);
+        for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(old[c] + from[c], type);
+      } else {
+        for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(from[c], type);
+      }
+    }
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace longspan::kernels::host
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace longspan::kernels::host {
+
+HWY_EXPORT(gradient_tile);
+HWY_EXPORT(pack_gradient_keys);
+HWY_EXPORT(pack_gradient_rows);
+HWY_EXPORT(add_sums);
+HWY_EXPORT(row_terms);
+HWY_EXPORT(store_gradients);
+
+void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
+                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
+                   float* dv) {
+  HWY_DYNAMIC_DISPATCH(gradient_tile)(p, tile, rows, keys, space, dq, dk, dv);
+}
+void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
+                        const Segment& segment, const GradientSpace& space, PackedKeyRows& packed) {
+  HWY_DYNAMIC_DISPATCH(pack_gradient_keys)(p, s, kv_head, segment, space, packed);
+}
+void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
+                        PackedQueryRows& packed) {
+  HWY_DYNAMIC_DISPATCH(pack_gradient_rows)(p, tile, space, packed);
+}
+void add_sums(float* a, const float* b, std::int64_t n) { HWY_DYNAMIC_DISPATCH(add_sums)(a, b, n); }
+void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
+  HWY_DYNAMIC_DISPATCH(row_terms)(p, begin, end);
+}
+void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t begin,
+                     std::int64_t end) {
+  HWY_DYNAMIC_DISPATCH(store_gradients)(p, kv_head, begin, end);
+}
+
+}  // namespace longspan::kernels::host
+#endif

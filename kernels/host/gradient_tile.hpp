@@ -1,0 +1,88 @@
+// One segment of keys against one tile of query rows, in backward. A thread owns its memory, which
+// stays in its caches. Where tiles are cut depends on the problem alone, never on the threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gradient_params.hpp"
+#include "kernels/host/tile.hpp"
+#include "kernels/host/visible.hpp"
+
+namespace longspan::kernels::host {
+
+inline constexpr int kGradientRows = 96;  // of a tile; a multiple of kBlockRows
+
+/// A thread's memory. Columns are padded to 16.
+struct GradientSpace {
+  float* keys = nullptr;      // [2, head_dim, 64] transposed
+  float* values = nullptr;    // [2, value_dim, 64] transposed
+  float* key_rows = nullptr;  // [128, head_dim]
+  float* q = nullptr;         // [rows, head_dim]
+  float* dout = nullptr;      // [rows, value_dim]
+  float* weights = nullptr;   // [rows, 128] first the scores
+  float* dx = nullptr;        // [rows, 128] first dout.v
+  float* slope = nullptr;     // [rows, 128] 1 - tanh^2 of the softcap
+  float* dq = nullptr;        // [levels, rows, head_dim]
+  float* dk = nullptr;        // [levels, 128, head_dim]
+  float* dv = nullptr;        // [levels, 128, value_dim]
+
+  static std::size_t floats(const Geometry& p, int levels) {
+    const std::size_t d = GradientSums::padded(p.head_dim), dv = GradientSums::padded(p.value_dim);
+    return kSegment * (2 * d + dv) + kGradientRows * (d + dv + 3 * kSegment) +
+           levels * (kGradientRows * d + kSegment * (d + dv));
+  }
+  GradientSpace(float* memory, const Geometry& g, int levels) {
+    const std::size_t d = GradientSums::padded(g.head_dim),
+                      of_v = GradientSums::padded(g.value_dim);
+    const auto take = [&](std::size_t count) {
+      float* const part = memory;
+      memory += count;
+      return part;
+    };
+    keys = take(kSegment * d);
+    values = take(kSegment * of_v);
+    key_rows = take(kSegment * d);
+    q = take(kGradientRows * d);
+    dout = take(kGradientRows * of_v);
+    for (float** scores : {&weights, &dx, &slope}) *scores = take(kGradientRows * kSegment);
+    dq = take(levels * kGradientRows * d);
+    dk = take(levels * kSegment * d);
+    dv = take(levels * kSegment * of_v);
+  }
+};
+
+/// A segment's keys and values, packed.
+struct PackedKeyRows {
+  Segment segment;
+  bool finite = true;  // all elements of the keys
+};
+
+/// A tile's rows, packed.
+struct PackedQueryRows {
+  bool finite = true;  // all elements of q and dout
+};
+
+/// Packs a segment of the tile's kv head: the keys that some row of the sequence may see.
+void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
+                        const Segment& segment, const GradientSpace& space, PackedKeyRows& packed);
+void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
+                        PackedQueryRows& packed);
+
+/// Adds the products of the packed tile and segment to dq [rows, padded head_dim], dk
+/// [128, padded head_dim] and dv [128, padded value_dim]; null: not wanted.
+void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
+                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
+                   float* dv);
+
+/// a += b, n floats; n is a multiple of 16.
+void add_sums(float* a, const float* b, std::int64_t n);
+
+/// Computes the terms of rows [begin, end).
+void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end);
+
+/// Rounds and stores rows [begin, end) of a kv head's sums.
+void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t begin,
+                     std::int64_t end);
+
+}  // namespace longspan::kernels::host

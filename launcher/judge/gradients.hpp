@@ -1,0 +1,95 @@
+// The gradients of one query row, with everything materialised: the oracle in float64, and in fp32
+// the yardstick of what a user has on one device. With D = sum(dout * out) - dlse,
+//
+//     dP_j = dout.v_j,   dS_j = p_j (dP_j - D),   dX_j = dS_j (1 - tanh(x_j / softcap)^2)
+//     dq = scale sum_j dX_j k_j,   dk_j = scale dX_j q,   dv_j = p_j dout
+//     d bias_j = dS_j,   d sink = -exp(sink - lse) D
+//
+// It calls no code of the library. gradients_test checks it by finite differences.
+#pragma once
+
+#include <Eigen/Core>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <span>
+
+#include "launcher/judge/oracle.hpp"
+
+namespace longspan::launcher {
+
+template <class Real>
+using MatrixOf = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+template <class Real>
+using VectorOf = Eigen::Matrix<Real, Eigen::Dynamic, 1>;
+
+/// What is added to the gradients of a kv head by one row.
+template <class Real>
+struct GradientsOf {
+  MatrixOf<Real> dk;  // [kv_len, head_dim]
+  MatrixOf<Real> dv;  // [kv_len, value_dim]
+};
+
+/// The gradients that are a row's own.
+template <class Real>
+struct RowGradients {
+  VectorOf<Real> dq;     // [head_dim]
+  VectorOf<Real> dbias;  // [kv_len], with respect to bias, also where none was given
+  Real dsink = 0;
+};
+
+/// The sum of products, one by one, as the product of matrices adds them up.
+template <class Real, class A, class B>
+Real dot_product(const A& a, const B& b) {
+  Real sum = 0;
+  for (Eigen::Index c = 0; c < a.size(); ++c) sum += a[c] * b[c];
+  return sum;
+}
+
+/// The arguments are those of attend_exactly, then the gradients of its two results.
+template <class Real>
+RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
+                                 const MatrixOf<Real>& values, Interval visible, Real scale,
+                                 Real softcap, std::optional<Real> sink, std::span<const Real> bias,
+                                 const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums) {
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  RowGradients<Real> row{VectorOf<Real>::Zero(q.size()), VectorOf<Real>::Zero(keys.rows()), 0};
+  const auto is_seen = [&](Eigen::Index j) {
+    return visible.contains(j) && (bias.empty() || bias[j] != -kInfinity);
+  };
+  VectorOf<Real> s = VectorOf<Real>::Constant(keys.rows(), -kInfinity), t = s;
+  Real top = sink.value_or(-kInfinity);
+  for (Eigen::Index j = 0; j < keys.rows(); ++j) {
+    if (!is_seen(j)) continue;
+    const Real x = dot_product<Real>(keys.row(j), q) * scale;
+    t[j] = softcap != 0 ? std::tanh(x / softcap) : Real{0};
+    s[j] = (softcap != 0 ? softcap * t[j] : x) + (bias.empty() ? Real{0} : bias[j]);
+    top = std::max(top, s[j]);
+  }
+  if (top == -kInfinity) return row;
+  Real sum = sink ? std::exp(*sink - top) : Real{0};
+  for (Eigen::Index j = 0; j < keys.rows(); ++j)
+    if (is_seen(j)) sum += std::exp(s[j] - top);
+  const Real lse = top + std::log(sum);  // what backward is given, in Real
+  VectorOf<Real> p = VectorOf<Real>::Zero(keys.rows());
+  VectorOf<Real> out = VectorOf<Real>::Zero(values.cols());
+  for (Eigen::Index j = 0; j < keys.rows(); ++j) {
+    if (!is_seen(j)) continue;
+    p[j] = std::exp(s[j] - lse);
+    out += p[j] * values.row(j).transpose();
+  }
+  const Real d = dot_product<Real>(dout, out) - dlse;
+  for (Eigen::Index j = 0; j < keys.rows(); ++j) {
+    if (!is_seen(j)) continue;
+    const Real ds = p[j] * (dot_product<Real>(values.row(j), dout) - d);
+    const Real dx = ds * (softcap != 0 ? 1 - t[j] * t[j] : Real{1}) * scale;
+    row.dbias[j] = ds;
+    row.dq += dx * keys.row(j).transpose();
+    sums.dk.row(j) += dx * q.transpose();
+    sums.dv.row(j) += p[j] * dout.transpose();
+  }
+  if (sink) row.dsink = -std::exp(*sink - lse) * d;
+  return row;
+}
+
+}  // namespace longspan::launcher

@@ -1,0 +1,189 @@
+// Gradients for the tests of the host kernels: a HostProblem with gradients of its results, taken
+// backward shard by shard in one process, and float64 as judge.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+#include "kernels/gradient_params.hpp"
+#include "launcher/judge/gradients.hpp"
+#include "tests/support/host_problem.hpp"
+
+namespace longspan::tests {
+
+/// Gradients of whole tensors, in one type.
+template <class Real>
+struct GradientResult {
+  std::vector<Real> dq;  // [tokens, heads, dim]
+  std::vector<Real> dk;  // [keys, kv_heads, dim]
+  std::vector<Real> dv;
+
+  bool operator==(const GradientResult&) const = default;
+};
+
+class HostGradients {
+ public:
+  HostGradients(HostShape shape, std::uint32_t seed, bool with_dlse = true)
+      : problem(std::move(shape), seed) {
+    const HostShape& s = problem.shape;
+    const auto random = [&](std::size_t count, int stream) {
+      std::vector<float> values(count);
+      launcher::RandomTensor tensor = normal_values(seed, stream);
+      tensor.for_each(0, static_cast<std::int64_t>(count),
+                      [&](std::int64_t i, float value) { values[i] = value; });
+      return values;
+    };
+    const std::size_t rows = problem.tokens() * s.heads;
+    dout = random(rows * s.dim, 7);
+    if (with_dlse) dlse = random(rows, 8);
+  }
+
+  /// Backward of a run whose keys lie on `shards` and whose rows are all here; the parts of dq are
+  /// added in the order of the shards.
+  GradientResult<float> run(const kernels::Backend& backend, const std::vector<Shard>& shards,
+                            bool invariant = false) {
+    const HostShape& s = problem.shape;
+    const Result forward = problem.run(backend, shards);
+    std::vector<kernels::RowTerm> terms(problem.tokens() * s.heads);
+    const std::int64_t row = std::int64_t{s.heads} * s.dim;
+    backend.row_terms(
+        {.tokens = problem.tokens(),
+         .heads = s.heads,
+         .value_dim = s.dim,
+         .out = kernels::Rows{const_cast<float*>(forward.out.data()), row, s.dim},
+         .dout = kernels::Rows{dout.data(), row, s.dim},
+         .lse = kernels::LseView{const_cast<float*>(forward.lse.data()), s.heads, 1},
+         .dlse = dlse.empty() ? kernels::TokenLse() : kernels::LseView{dlse.data(), s.heads, 1},
+         .terms = terms.data()},
+        {});
+
+    GradientResult<float> all;
+    all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, kNan);
+    all.dv = all.dk;
+    const int columns = kernels::GradientSums::padded(s.dim), group = s.heads / s.kv_heads;
+    std::vector<float> dq(problem.tokens() * s.heads * columns, kNan);
+    bool first = true;
+    for (const Shard& shard : shards) {
+      kernels::GradientParams p;
+      static_cast<kernels::AttendParams&>(p) = problem.params(shard, {}, 0);
+      Local local = problem.local(shard);
+      local.give(p);
+      p.invariant = invariant;
+      p.dout = kernels::Rows{dout.data(), row, s.dim};
+      p.terms = terms.data();
+      const std::int64_t keys = local_keys(shard);
+      std::vector<float> dk(std::max<std::int64_t>(1, keys) * s.kv_heads * columns, kNan);
+      std::vector<float> dv = dk;
+      p.dq = {dq.data(), problem.tokens() * group, s.dim};
+      p.dk = {dk.data(), keys, s.dim};
+      p.dv = {dv.data(), keys, s.dim};
+      p.resume_rows = !first;
+      first = false;
+      std::vector<std::byte> scratch(backend.gradient_scratch(p) + 256, std::byte{0xff});
+      p.scratch = scratch.data() + (256 - reinterpret_cast<std::uintptr_t>(scratch.data()) % 256);
+      p.scratch_bytes = scratch.size() - 256;
+      backend.attend_gradients(p, {});
+      for (int b = 0; b < problem.batch(); ++b) {
+        const Shard of_b = shard.for_sequence(b);
+        for (std::int64_t i = 0; i < of_b.local_len(s.kv_len[b]); ++i) {
+          const std::int64_t at = problem.key_start[b] + of_b.position(i, s.kv_len[b]);
+          for (int h = 0; h < s.kv_heads; ++h) {
+            const std::int64_t to = (at * s.kv_heads + h) * s.dim;
+            std::copy_n(p.dk.at(h, local.start[b] + i), s.dim, all.dk.begin() + to);
+            std::copy_n(p.dv.at(h, local.start[b] + i), s.dim, all.dv.begin() + to);
+          }
+        }
+      }
+    }
+    all.dq.assign(problem.tokens() * row, kNan);
+    backend.store_gradients({.sums = {dq.data(), problem.tokens() * group, s.dim},
+                             .kv_heads = s.kv_heads,
+                             .group = group,
+                             .to = kernels::Rows{all.dq.data(), row, s.dim}},
+                            {});
+    return all;
+  }
+
+  /// The same in `Real`, materialised: float64 is the judge, and fp32 the yardstick.
+  template <class Real>
+  GradientResult<Real> plain() const {
+    const HostShape& s = problem.shape;
+    GradientResult<Real> all;
+    all.dq.assign(problem.tokens() * s.heads * s.dim, 0);
+    all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, 0);
+    all.dv = all.dk;
+    for (int b = 0; b < problem.batch(); ++b) {
+      for (int h = 0; h < s.heads; ++h) {
+        const int kv_head = h / (s.heads / s.kv_heads);
+        const launcher::MatrixOf<Real> keys = problem.sequence(problem.k, b, h).cast<Real>();
+        const launcher::MatrixOf<Real> values = problem.sequence(problem.v, b, h).cast<Real>();
+        launcher::GradientsOf<Real> sums{launcher::MatrixOf<Real>::Zero(s.kv_len[b], s.dim),
+                                         launcher::MatrixOf<Real>::Zero(s.kv_len[b], s.dim)};
+        for (std::int64_t t = 0; t < s.query_len[b]; ++t) {
+          const std::int64_t row = (problem.query_start[b] + t) * s.heads + h;
+          launcher::VectorOf<Real> q(s.dim), of_out(s.dim);
+          for (int c = 0; c < s.dim; ++c) {
+            q[c] = problem.q[(problem.query_start[b] + t) * problem.q_stride() + h * s.dim + c];
+            of_out[c] = dout[row * s.dim + c];
+          }
+          const std::vector<double> wide = problem.biases(b, h, t);
+          const std::vector<Real> bias(wide.begin(), wide.end());
+          const launcher::RowGradients<Real> own = launcher::add_gradients<Real>(
+              q, keys, values, problem.visible(b, t), static_cast<Real>(problem.scale()),
+              static_cast<Real>(s.softcap), std::nullopt, bias, of_out,
+              dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums);
+          for (int c = 0; c < s.dim; ++c) all.dq[row * s.dim + c] = own.dq[c];
+        }
+        for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
+          const std::int64_t at = ((problem.key_start[b] + j) * s.kv_heads + kv_head) * s.dim;
+          for (int c = 0; c < s.dim; ++c) {
+            all.dk[at + c] += sums.dk(j, c);
+            all.dv[at + c] += sums.dv(j, c);
+          }
+        }
+      }
+    }
+    return all;
+  }
+
+  HostProblem problem;
+  std::vector<float> dout;  // [tokens, heads, dim]
+  std::vector<float> dlse;  // [tokens, heads]; empty: none
+
+ private:
+  std::int64_t local_keys(const Shard& shard) const {
+    std::int64_t keys = 0;
+    for (int b = 0; b < problem.batch(); ++b)
+      keys += shard.for_sequence(b).local_len(problem.shape.kv_len[b]);
+    return keys;
+  }
+};
+
+/// Errors of at most 1.5 times those of plain fp32 and 2 ulp of the largest gradient.
+inline ::testing::AssertionResult is_close(const GradientResult<float>& found,
+                                           const GradientResult<double>& exact,
+                                           const GradientResult<float>& plain) {
+  const auto check = [](const char* name, const std::vector<float>& a, const std::vector<double>& e,
+                        const std::vector<float>& p) {
+    double error = 0, of_plain = 0, largest = 0;
+    for (std::size_t i = 0; i < e.size(); ++i) {
+      const double off = std::abs(a[i] - e[i]);
+      if (!(off <= error)) error = off;  // keeps a NaN
+      of_plain = std::max(of_plain, std::abs(p[i] - e[i]));
+      largest = std::max(largest, std::abs(e[i]));
+    }
+    const double bound = 1.5 * of_plain + 2 * 0x1p-23 * largest;
+    if (error <= bound) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure()
+           << name << ": error " << error << ", bound " << bound << ", largest " << largest;
+  };
+  if (auto r = check("dq", found.dq, exact.dq, plain.dq); !r) return r;
+  if (auto r = check("dk", found.dk, exact.dk, plain.dk); !r) return r;
+  return check("dv", found.dv, exact.dv, plain.dv);
+}
+
+}  // namespace longspan::tests

@@ -42,6 +42,9 @@ void GradientKernels::row_terms(const RowTermParams&, Stream) const { refuse_gra
 void GradientKernels::attend_gradients(const GradientParams&, Stream, const BetweenTiles&) const {
   refuse_gradients();
 }
+void GradientKernels::add_sums(float*, const float*, std::int64_t, Stream) const {
+  refuse_gradients();
+}
 void GradientKernels::store_gradients(const StoreGradientParams&, Stream) const {
   refuse_gradients();
 }

@@ -140,12 +140,14 @@ class GradientKernels {
   virtual ~GradientKernels() = default;
   /// The most scratch that attend_gradients needs within these bounds.
   virtual std::size_t gradient_scratch(const GradientParams& bounds) const;
-  /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the next two do.
+  /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the others do.
   virtual void row_terms(const RowTermParams& params, Stream stream) const;
   /// Adds up the gradients of a block of rows and a block of keys. On CPUs the calling thread calls
   /// `between`, as in AttentionKernels::attend.
   virtual void attend_gradients(const GradientParams& params, Stream stream,
                                 const BetweenTiles& between = {}) const;
+  /// to += from, `count` floats of GradientSums.
+  virtual void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const;
   /// Rounds sums of gradients, and stores them.
   virtual void store_gradients(const StoreGradientParams& params, Stream stream) const;
 };

@@ -65,13 +65,16 @@ struct GradientParams : AttendParams {
   GradientSums dq;                 // [kv_heads, tokens * group, head_dim]; no data: not wanted
   GradientSums dk;                 // [kv_heads, keys on this rank, head_dim]; no data: not wanted
   GradientSums dv;                 // [kv_heads, keys on this rank, value_dim], with dk
-  bool resume_rows = false;        // dq starts from what is there, otherwise from zero
-  bool resume_keys = false;        // the same for dk and dv
+  const std::int64_t* key_sum_start = nullptr;  // [batch] first row of each sequence in dk and dv;
+                                                // null: as in k and v
+  bool resume_rows = false;                     // dq starts from what is there, otherwise from zero
+  bool resume_keys = false;                     // the same for dk and dv
 };
 
 /// Rounds sums to their type and stores them.
 struct StoreGradientParams {
   GradientSums sums;
+  std::int64_t count = 0;     // the first rows of each kv head; rows to store
   DType dtype = DType::fp32;  // of the gradient: fp32, fp16 or bf16
   int kv_heads = 1;
   int group = 1;            // query heads of a kv head; 1 for the gradients of keys and values

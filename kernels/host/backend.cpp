@@ -63,6 +63,9 @@ class HostBackend final : public Backend {
                         const BetweenTiles& between) const override {
     host::attend_gradients(p, pool_, between);
   }
+  void add_sums(float* to, const float* from, std::int64_t count, Stream) const override {
+    host::add_sums(to, from, count, pool_);
+  }
   void store_gradients(const StoreGradientParams& p, Stream) const override {
     host::store_gradients(p, pool_);
   }

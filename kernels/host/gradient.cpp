@@ -140,8 +140,10 @@ class GradientRun {
     PackedKeyRows keys;
     pack_gradient_keys(p_, s, kv_head, segment(s, number), own, keys);
     const std::int64_t count = keys.segment.keys;
-    float* const to_k = p_.dk.at(kv_head, s.first_key + keys.segment.first);
-    float* const to_v = p_.dv.at(kv_head, s.first_key + keys.segment.first);
+    const std::int64_t row =
+        keys.segment.first +
+        (p_.key_sum_start != nullptr ? p_.key_sum_start[s.index] : s.first_key);
+    float *const to_k = p_.dk.at(kv_head, row), *const to_v = p_.dv.at(kv_head, row);
 
     FoldStack stack;
     const auto fold = [&](int a, int b) {
@@ -163,13 +165,13 @@ class GradientRun {
         }
         last_leaf = leaf;
       }
-      for (std::int64_t row = first; row < end; row += kGradientRows) {
-        const Tile of_rows = tile(s, kv_head, row, end);
+      for (std::int64_t at = first; at < end; at += kGradientRows) {
+        const Tile of_rows = tile(s, kv_head, at, end);
         if (!sees(of_rows, keys.segment)) continue;
         PackedQueryRows rows;
         pack_gradient_rows(p_, of_rows, own, rows);
         gradient_tile(p_, of_rows, rows, keys, own,
-                      dq == nullptr ? nullptr : dq + row * head_columns_, own.dk + level * k_floats,
+                      dq == nullptr ? nullptr : dq + at * head_columns_, own.dk + level * k_floats,
                       own.dv + level * v_floats);
         pause(thread);
       }
@@ -255,6 +257,14 @@ void attend_gradients(const GradientParams& p, ThreadPool& pool, const BetweenTi
   GradientRun(p, pool, between)();
 }
 
+void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool) {
+  constexpr std::int64_t kFloats = 1024;  // a multiple of 16, as the count is
+  pool.run_stretches((count + kFloats - 1) / kFloats, [&](std::int64_t begin, std::int64_t end) {
+    const std::int64_t first = begin * kFloats;
+    add_sums(to + first, from + first, std::min(count, end * kFloats) - first);
+  });
+}
+
 void row_terms(const RowTermParams& p, ThreadPool& pool) {
   pool.run_stretches(p.tokens,
                      [&](std::int64_t begin, std::int64_t end) { row_terms(p, begin, end); });
@@ -262,7 +272,7 @@ void row_terms(const RowTermParams& p, ThreadPool& pool) {
 
 void store_gradients(const StoreGradientParams& p, ThreadPool& pool) {
   for (int kv_head = 0; kv_head < p.kv_heads; ++kv_head)
-    pool.run_stretches(p.sums.rows, [&](std::int64_t begin, std::int64_t end) {
+    pool.run_stretches(p.count, [&](std::int64_t begin, std::int64_t end) {
       store_gradients(p, kv_head, begin, end);
     });
 }

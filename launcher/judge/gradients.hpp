@@ -46,12 +46,21 @@ Real dot_product(const A& a, const B& b) {
   return sum;
 }
 
-/// The arguments are those of attend_exactly, then the gradients of its two results.
+/// The results of a row, as backward is given them.
+template <class Real>
+struct RowResult {
+  VectorOf<Real> out;  // [value_dim]
+  Real lse;
+};
+
+/// The arguments are those of attend_exactly, then the gradients of its two results. Without
+/// `given` it computes the results too.
 template <class Real>
 RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
                                  const MatrixOf<Real>& values, Interval visible, Real scale,
                                  Real softcap, std::optional<Real> sink, std::span<const Real> bias,
-                                 const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums) {
+                                 const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums,
+                                 const RowResult<Real>* given = nullptr) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   RowGradients<Real> row{VectorOf<Real>::Zero(q.size()), VectorOf<Real>::Zero(keys.rows()), 0};
   const auto is_seen = [&](Eigen::Index j) {
@@ -70,7 +79,7 @@ RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& 
   Real sum = sink ? std::exp(*sink - top) : Real{0};
   for (Eigen::Index j = 0; j < keys.rows(); ++j)
     if (is_seen(j)) sum += std::exp(s[j] - top);
-  const Real lse = top + std::log(sum);  // what backward is given, in Real
+  const Real lse = given ? given->lse : top + std::log(sum);
   VectorOf<Real> p = VectorOf<Real>::Zero(keys.rows());
   VectorOf<Real> out = VectorOf<Real>::Zero(values.cols());
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
@@ -78,7 +87,7 @@ RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& 
     p[j] = std::exp(s[j] - lse);
     out += p[j] * values.row(j).transpose();
   }
-  const Real d = dot_product<Real>(dout, out) - dlse;
+  const Real d = dot_product<Real>(dout, given ? given->out : out) - dlse;
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
     if (!is_seen(j)) continue;
     const Real ds = p[j] * (dot_product<Real>(values.row(j), dout) - d);

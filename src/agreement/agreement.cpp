@@ -95,10 +95,15 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
   else
     number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
+  if (o.gradients) number("backward", false, Kind::yes_no);
 }
 
-RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool reads_arrays)
-    : RunDescription(args, o) {
+RunDescription::RunDescription(const GradientArgs& args, const Options& o)
+    : RunDescription(args.run, o) {
+  values_.at(count_ - 1).value = true;  // of "backward", the last of a run's
+}
+
+void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, bool reads_arrays) {
   reads_arrays_ = reads_arrays;
   const Layout rows = o.queries ? o.queries->layout : o.results.rows.layout;
   visit_arguments(args, [&]<class T>(const ArgumentInfo& argument, const T& value) {
@@ -110,6 +115,16 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool
   });
   if (args.qq_bias) number("qq_bias.width", args.qq_bias.shape[0]);
   if (args.documents) number("documents.count", args.documents.shape[0] - 1);
+}
+
+RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool reads_arrays)
+    : RunDescription(args, o) {
+  add_arrays(args, o, reads_arrays);
+}
+
+RunDescription::RunDescription(const GradientArgs& args, const Options& o, bool reads_arrays)
+    : RunDescription(args, o) {
+  add_arrays(args.run, o, reads_arrays);
 }
 
 RunDescription::RunDescription(const MergeArgs& args) {

@@ -38,11 +38,14 @@ class RunDescription {
   /// The arguments were checked. `reads_arrays`: the arrays lie in memory of this CPU, and their
   /// first values are kept for the texts.
   RunDescription(const AttentionArgs& args, const Options& options, bool reads_arrays);
+  /// Describes a backward, whose arguments were checked.
+  RunDescription(const GradientArgs& args, const Options& options, bool reads_arrays);
   /// Describes a merge across ranks, whose arguments were checked.
   RunDescription(const MergeArgs& args, const MergeOptions& options, bool reads_arrays);
   /// Describes the same without reading the arrays and without checked arguments, as far as it is
   /// known.
   RunDescription(const AttentionArgs& args, const Options& options);
+  RunDescription(const GradientArgs& args, const Options& options);
   explicit RunDescription(const MergeArgs& args);
 
   /// The hash of all but the contents of arrays.
@@ -71,6 +74,7 @@ class RunDescription {
     int shown;
   };
 
+  void add_arrays(const AttentionArgs& args, const Options& options, bool reads_arrays);
   void number(const char* name, std::int64_t value, Kind kind = Kind::number);
   void array(const char* name, const Tensor& values);
   std::string text_of(const Value& value) const;

@@ -46,6 +46,18 @@ void check_fp8_products(const Options& o) {
         "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
 }
 
+void check_gradient_options(const Options& o) {
+  for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
+    if (is_fp8(dtype))
+      throw Unsupported(fmt::format("gradients of {} tensors are not supported", name(dtype)));
+  usage(o.results.part == ResultPart::all,
+        fmt::format("gradients of results by {} are not supported; shard the queries "
+                    "(Options::queries)",
+                    name(o.results.part)));
+  usage(o.limits.max_kv_len > 0,
+        "gradients need limits.max_kv_len: their sums are allocated for it");
+}
+
 }  // namespace
 
 void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
@@ -176,6 +188,7 @@ void check_values(const Options& o, int ranks) {
         fmt::format("bf16_products is a way to make bf16 products; dtypes.compute is {}",
                     name(o.dtypes.compute)));
   if (o.dtypes.fp8_products) check_fp8_products(o);
+  if (o.gradients) check_gradient_options(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",

@@ -52,6 +52,11 @@ AttentionArgs with_batch_rows(const AttentionArgs& args);
 /// checks the contents of block tables.
 Checked check_attention(const AttentionArgs& args, const Options& options,
                         const Communicator& world);
+/// The same for a backward, whose arguments with_batch_rows() has viewed; Unsupported for runs that
+/// have no gradients.
+Checked check_gradients(const GradientArgs& args, const Options& options,
+                        const Communicator& world);
+GradientArgs with_batch_rows(const GradientArgs& args);
 /// AttentionArgs::new_k and new_v, with the cache that they belong to.
 Append append_of(const AttentionArgs& args);
 Checked check_append(const Append& tokens, const Options& options, const Communicator& world);

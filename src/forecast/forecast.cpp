@@ -114,7 +114,8 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
   if (!entry.takes_tables &&
       (is_by_table(options.keys) || (options.queries && is_by_table(*options.queries))))
     return "of keys or queries that are dealt by a table it does not take every run";
-  if ((options.invariant || device == Device::host) && !entry.keeps_order(options, ranks))
+  const bool in_order = options.invariant || (device == Device::host && !options.gradients);
+  if (in_order && !entry.keeps_order(options, ranks))
     return "it does not fold in the order of gather-states, whose bits hold for every batch";
   return "";
 }
@@ -130,7 +131,9 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     const StrategyEntry& entry = entry_of(info);
     Forecast& f = all.emplace_back();
     f.strategy = &info;
-    f.refusal = entry.refusal(options, ranks);
+    f.refusal = options.gradients && !entry.has_gradients
+                    ? "it has no gradients (Options::gradients)"
+                    : entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);
     f.cost = entry.cost(options, ranks, size, device);

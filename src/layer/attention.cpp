@@ -86,6 +86,8 @@ struct Attention::Impl {
     info = &choose_strategy(world, options);
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
+    if (options.gradients && !on_host)
+      throw Unsupported("gradients (Options::gradients) on a GPU are not supported yet");
     strategy = entry_of(*info).make({options, *kernels, comm::transport_of(world), bounds()});
     if (options.debug.profile) {
       const int marks = strategy->most_marks() + 1;
@@ -109,10 +111,11 @@ struct Attention::Impl {
   }
 
   /// Announces the arguments of this rank for the run.
-  void begin(Pass& pass) {
+  template <class Args>
+  void begin(Pass& pass, const Args& args) {
     if (!runs->are_compared()) return;
     const AgreedRuns::Begun begun =
-        runs->begin({pass.run.args, options, world.device() == Device::host}, pass.run.stream);
+        runs->begin({args, options, world.device() == Device::host}, pass.run.stream);
     pass.own_digest = begun.own_digest;
     pass.digests = begun.digests;
     pass.merge.headers = begun.headers;
@@ -312,7 +315,7 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   Pass pass(run);
   layer.strategy->prepare(pass);
   layer.runs->checked([&] { layer.kernels->check(pass.attend); }, described);
-  layer.begin(pass);
+  layer.begin(pass, args);
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);
   kernels::CheckParams checks = checks_of(pass.attend, checked.cache.keys);
@@ -323,6 +326,26 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   if (args.new_k) layer.give_new_keys(pass.attend, append_of(args), checked, stream);
   layer.strategy->queue(pass);
   run.enter(Phase::merge);  // the end of the last phase
+}
+
+void Attention::backward(const GradientArgs& given, Stream stream) {
+  const trace::Range range("longspan backward");
+  const GradientArgs args = with_batch_rows(given);
+  Impl& layer = *impl_;
+  const DeviceGuard guard(layer.world.gpu());
+  const Checked checked =
+      layer.runs->checked([&] { return check_gradients(args, layer.options, layer.world); },
+                          [&] { return RunDescription(args, layer.options); });
+  layer.runs->check();
+  Run run = layer.make_run(args.run, checked, stream);
+  run.enter = [](Phase) {};  // phases are those of runs
+  run.timed = false;
+  Pass pass(run);
+  pass.keys_travel = true;
+  layer.begin(pass, args);
+  layer.find_key_starts(checked, stream);
+  layer.check_listed(pass);
+  layer.strategy->backward(pass, args);
 }
 
 void Attention::append(const Append& tokens, Stream stream) {

@@ -119,6 +119,21 @@ struct Append {
   Tensor v_scale = {};          ///< like k_scale; as in AttentionArgs
 };
 
+/// Backward of one run: its arguments, the gradients of its results, and places for the gradients
+/// of q, k and v. The method starts from out and lse (FlashAttention-2, Dao, arXiv 2307.08691).
+/// Sums over keys, rows, the heads of a group and ranks are fp32, with one rounding at the end.
+struct GradientArgs {
+  AttentionArgs run;  ///< as the run had them, with out and lse as it left them. lse is needed;
+                      ///< fp8, pages, new keys and skip_decode are refused
+  Tensor dout;        ///< the gradient of out: its shape, and fp32, fp16 or bf16
+  Lse dlse = {};      ///< the gradient of lse; optional, also on some ranks only
+  Tensor dq;          ///< gradient of q: its shape, in its type or fp32
+  Tensor dk;  ///< gradient of k: its shape, in its type or fp32; keys past the sequences stay
+              ///< untouched
+  Tensor dv;  ///< the same for v
+  bool accumulate = false;  ///< add to what dq, dk and dv hold, before the rounding
+};
+
 /// Milliseconds of the last run's phases on this rank; valid after wait().
 struct Phases {
   double attend = 0;    ///< attention, with the append
@@ -147,6 +162,12 @@ class Attention {
   /// anything is queued, for tensors that do not fit the options. Throws UsageError for arguments
   /// that differ between ranks: at once if that is known at once, otherwise from the next run.
   void run(const AttentionArgs& args, Stream stream = {});
+
+  /// Queues the backward of a run of this layer, which needs Options::gradients. Like run it is
+  /// collective, and allocates nothing. The layer keeps nothing of a run, so several runs may await
+  /// their backward, in any order that is the same on all ranks. Every path repeats its own bits.
+  /// Throws what run throws, and Unsupported for runs that have no gradients.
+  void backward(const GradientArgs& args, Stream stream = {});
 
   /// Queues the write of new tokens into this rank's cache. Like run, it does not allocate, wait or
   /// send, and a CUDA graph can capture it. Throws InputError, before anything is queued, for

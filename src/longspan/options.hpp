@@ -155,6 +155,9 @@ struct Options {
   /// 64 ranks. The host and short queries always keep it.
   bool invariant = false;
 
+  /// Allocate what Attention::backward needs, and take a strategy that has it.
+  bool gradients = false;
+
   std::string strategy = "auto";  ///< a name of strategies()
   /// For strategies of two levels ("heads+ring-kv"): the number of neighbouring ranks in a node; it
   /// divides the number of ranks. 0: the ranks that share a machine, if every machine has equally

@@ -130,6 +130,9 @@ class Strategy {
 
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
+
+  /// Queues the backward of a run, if StrategyEntry::has_gradients. The arguments were checked.
+  virtual void backward(Pass& pass, const GradientArgs& args);
 };
 
 /// Whether a table distributes positions, not only a rule.
@@ -148,6 +151,7 @@ struct StrategyEntry {
   /// Whether a layer with such options on `ranks` ranks gives the bits of gather-states, in whose
   /// order a row's keys fold whatever the batch and the layer's limits are.
   bool (*keeps_order)(const Options& options, int ranks);
+  bool has_gradients;
   bool takes_tables;  // with keys and queries distributed by a table (Layout::ranges and listed) it
                       // supports every run; with a rule all strategies do
   Balanced (*balanced)(const Options& options);

@@ -7,10 +7,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/gradient_params.hpp"
 #include "launcher/judge/gradients.hpp"
+#include "launcher/problem/elements.hpp"
 #include "tests/support/host_problem.hpp"
 
 namespace longspan::tests {
@@ -101,6 +104,7 @@ class HostGradients {
     }
     all.dq.assign(problem.tokens() * row, kNan);
     backend.store_gradients({.sums = {dq.data(), problem.tokens() * group, s.dim},
+                             .count = problem.tokens() * group,
                              .kv_heads = s.kv_heads,
                              .group = group,
                              .to = kernels::Rows{all.dq.data(), row, s.dim}},
@@ -108,9 +112,10 @@ class HostGradients {
     return all;
   }
 
-  /// The same in `Real`, materialised: float64 is the judge, and fp32 the yardstick.
+  /// The same in `Real`, materialised: float64 is the judge. fp32 is the yardstick, and starts from
+  /// out and lse that were given to backward.
   template <class Real>
-  GradientResult<Real> plain() const {
+  GradientResult<Real> plain(const Result& given = {}) const {
     const HostShape& s = problem.shape;
     GradientResult<Real> all;
     all.dq.assign(problem.tokens() * s.heads * s.dim, 0);
@@ -130,12 +135,19 @@ class HostGradients {
             q[c] = problem.q[(problem.query_start[b] + t) * problem.q_stride() + h * s.dim + c];
             of_out[c] = dout[row * s.dim + c];
           }
+          launcher::RowResult<Real> result{launcher::VectorOf<Real>(s.dim), 0};
+          if (!given.out.empty()) {
+            result.lse = static_cast<Real>(given.lse[row]);
+            for (int c = 0; c < s.dim; ++c)
+              result.out[c] = launcher::rounded(out_dtype, given.out[row * s.dim + c]);
+          }
           const std::vector<double> wide = problem.biases(b, h, t);
           const std::vector<Real> bias(wide.begin(), wide.end());
           const launcher::RowGradients<Real> own = launcher::add_gradients<Real>(
               q, keys, values, problem.visible(b, t), static_cast<Real>(problem.scale()),
               static_cast<Real>(s.softcap), std::nullopt, bias, of_out,
-              dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums);
+              dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums,
+              given.out.empty() ? nullptr : &result);
           for (int c = 0; c < s.dim; ++c) all.dq[row * s.dim + c] = own.dq[c];
         }
         for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
@@ -151,6 +163,7 @@ class HostGradients {
   }
 
   HostProblem problem;
+  DType out_dtype = fp32;   // of the out that backward is given
   std::vector<float> dout;  // [tokens, heads, dim]
   std::vector<float> dlse;  // [tokens, heads]; empty: none
 
@@ -163,27 +176,45 @@ class HostGradients {
   }
 };
 
-/// Errors of at most 1.5 times those of plain fp32 and 2 ulp of the largest gradient.
+/// The largest errors that dq, dk and dv may have: 1.5 times those of plain fp32, and 2 ulp of the
+/// largest gradient.
+struct GradientBounds {
+  double dq, dk, dv;
+
+  GradientBounds(const HostGradients& problem, const Result& given) {
+    const GradientResult<double> exact = problem.plain<double>();
+    const GradientResult<float> plain = problem.plain<float>(given);
+    const auto bound = [](const std::vector<double>& e, const std::vector<float>& p) {
+      double error = 0, largest = 0;
+      for (std::size_t i = 0; i < e.size(); ++i) {
+        error = std::max(error, std::abs(p[i] - e[i]));
+        largest = std::max(largest, std::abs(e[i]));
+      }
+      return 1.5 * error + 2 * 0x1p-23 * largest;
+    };
+    dq = bound(exact.dq, plain.dq);
+    dk = bound(exact.dk, plain.dk);
+    dv = bound(exact.dv, plain.dv);
+  }
+};
+
 inline ::testing::AssertionResult is_close(const GradientResult<float>& found,
                                            const GradientResult<double>& exact,
-                                           const GradientResult<float>& plain) {
+                                           const GradientBounds& bounds) {
   const auto check = [](const char* name, const std::vector<float>& a, const std::vector<double>& e,
-                        const std::vector<float>& p) {
-    double error = 0, of_plain = 0, largest = 0;
+                        double bound) {
+    if (a.size() != e.size()) return ::testing::AssertionFailure() << name << " has another size";
+    double error = 0;
     for (std::size_t i = 0; i < e.size(); ++i) {
       const double off = std::abs(a[i] - e[i]);
       if (!(off <= error)) error = off;  // keeps a NaN
-      of_plain = std::max(of_plain, std::abs(p[i] - e[i]));
-      largest = std::max(largest, std::abs(e[i]));
     }
-    const double bound = 1.5 * of_plain + 2 * 0x1p-23 * largest;
     if (error <= bound) return ::testing::AssertionSuccess();
-    return ::testing::AssertionFailure()
-           << name << ": error " << error << ", bound " << bound << ", largest " << largest;
+    return ::testing::AssertionFailure() << name << ": error " << error << ", bound " << bound;
   };
-  if (auto r = check("dq", found.dq, exact.dq, plain.dq); !r) return r;
-  if (auto r = check("dk", found.dk, exact.dk, plain.dk); !r) return r;
-  return check("dv", found.dv, exact.dv, plain.dv);
+  if (auto r = check("dq", found.dq, exact.dq, bounds.dq); !r) return r;
+  if (auto r = check("dk", found.dk, exact.dk, bounds.dk); !r) return r;
+  return check("dv", found.dv, exact.dv, bounds.dv);
 }
 
 }  // namespace longspan::tests

@@ -16,6 +16,7 @@
 #include "kernels/consecutive_keys.hpp"
 #include "src/base/peer_view.hpp"
 #include "src/strategy/route.hpp"
+#include "src/strategy/shared/key_gradients.hpp"
 #include "src/strategy/shared/key_puts.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
@@ -32,12 +33,14 @@ class GatherKv final : public Strategy {
     layer_.bounds.shard.rank = 0;  // of the attention, which has all keys
     layer_.bounds.shard.ranks = 1;
     states_.emplace(layer_.kernels, layer_.bounds);
+    if (layer_.options.gradients) gradients_.emplace(layer_, keys_);
     if (ranks() == 1) return;
     puts_.emplace(layer_, keys_, most_keys());
     make_gather({.ranks = ranks(), .parts = is_host() ? 0 : 2}, route_);
   }
 
   void lay_out(Parts& memory) override {
+    if (gradients_) gradients_->lay_out(memory);
     if (ranks() == 1) return states_->lay_out(memory);
     keys_.lay_out(memory);
     const std::int64_t rows = ranks() * keys_.block_rows(), batch = layer_.bounds.batch.size;
@@ -58,6 +61,11 @@ class GatherKv final : public Strategy {
     gathered_.k = gathered_.v = memory.take(static_cast<std::size_t>(
         rows * std::max(keys_.key_bytes(), keys_.value_bytes())));  // one after the other
     memory.bytes = std::max(memory.bytes, slots.bytes);
+  }
+
+  void backward(Pass& pass, const GradientArgs& args) override {
+    keys_.check(pass.run, "gather-kv");
+    gradients_->backward(pass, args);
   }
 
   ExchangeInfo exchange() const override {
@@ -232,8 +240,9 @@ class GatherKv final : public Strategy {
 
   LayerContext layer_;
   TravellingKeys keys_;
-  std::optional<KeyPuts> puts_;  // with several ranks, for the runs that it supports
-  Route route_;                  // for the runs that those do not support
+  std::optional<KeyGradients> gradients_;  // with Options::gradients
+  std::optional<KeyPuts> puts_;            // with several ranks, for the runs that it supports
+  Route route_;                            // for the runs that those do not support
   Underway underway_;
   std::optional<StateMemory> states_;  // one slot
   KeyBlock gathered_;  // [ranks, rows of a rank] as received; on GPUs keys and values use the same
@@ -247,6 +256,7 @@ std::string refusal(const Options& options, int ranks) {
   if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
+  if (std::string why = refuse_key_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";
@@ -257,14 +267,15 @@ std::string refusal(const Options& options, int ranks) {
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double own_rows = options.queries ? size.most_tokens : size.tokens;
   const double states = own_rows * state_row_bytes(options);
-  if (ranks == 1) return {.workspace_bytes = states};
+  const double gradients = KeyGradients::workspace_bytes(options, ranks, size);
+  if (ranks == 1) return {.workspace_bytes = states + gradients};
   const double row = key_row_bytes(options);
   const double come = ranks * most_keys_of_a_rank(options.keys, size.keys, ranks);
   RunCost cost{.received_bytes = (ranks - 1) * size.keys / ranks * row,
                .messages = 2,
                .work = options.queries ? 1.0 / ranks : 1.0};
   if (device == Device::host) {
-    cost.workspace_bytes = states + come * row + size.keys * sizeof(kernels::KeySpan);
+    cost.workspace_bytes = states + come * row + size.keys * sizeof(kernels::KeySpan) + gradients;
     return cost;
   }
   const double wider = row * std::max(options.head_dim, options.of_values()) /
@@ -290,6 +301,7 @@ StrategyEntry gather_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
           .keeps_order = folds_as_one_rank,
+          .has_gradients = true,
           .takes_tables = false,
           .balanced =
               [](const Options& options) {

@@ -147,6 +147,7 @@ StrategyEntry gather_states() {
                    "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
           .keeps_order = [](const Options&, int) { return true; },
+          .has_gradients = false,
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },

@@ -112,6 +112,7 @@ StrategyEntry heads() {
                    "(P-1)/P^2 (T heads + S kv_heads) (head_dim + value_dim) b"},
           .preference = 6,
           .keeps_order = folds_as_one_rank,
+          .has_gradients = false,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::evenly; },
           .refusal = refusal,

@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "src/strategy/route.hpp"
+#include "src/strategy/shared/key_gradients.hpp"
 #include "src/strategy/shared/receive_memory.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
@@ -44,11 +45,13 @@ class RingKv final : public Strategy {
     layer_.bounds.resume = ranks() > 1;
     open_receive_buffer();
     states_.emplace(layer_.kernels, layer_.bounds);
+    if (layer_.options.gradients) gradients_.emplace(layer_, keys_);
     for (int s = 1; s < ranks(); ++s)
       names_.push_back(fmt::format("ring of keys, step {} of {}", s, ranks() - 1));
   }
 
   void lay_out(Parts& memory) override {
+    if (gradients_) gradients_->lay_out(memory);
     states_->lay_out(memory);
     if (ranks() == 1) return;
     keys_.lay_out(memory);
@@ -58,6 +61,11 @@ class RingKv final : public Strategy {
     } else if (!layer_.options.limits.dense_keys) {
       copy_ = keys_.take_block(memory, keys_.block_rows());
     }
+  }
+
+  void backward(Pass& pass, const GradientArgs& args) override {
+    keys_.check(pass.run, "ring-kv");
+    gradients_->backward(pass, args);
   }
 
   ExchangeInfo exchange() const override { return exchange_; }
@@ -182,8 +190,9 @@ class RingKv final : public Strategy {
 
   LayerContext layer_;
   TravellingKeys keys_;
-  std::vector<std::string> names_;  // of steps, by distance
-  Route route_;                     // of the current run
+  std::optional<KeyGradients> gradients_;  // with Options::gradients
+  std::vector<std::string> names_;         // of steps, by distance
+  Route route_;                            // of the current run
   Underway underway_;
   std::optional<StateMemory> states_;  // one slot
   std::vector<KeyBlock> blocks_;       // that receive keys
@@ -200,6 +209,7 @@ std::string refusal(const Options& options, int ranks) {
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
+  if (std::string why = refuse_key_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";
@@ -208,12 +218,13 @@ std::string refusal(const Options& options, int ranks) {
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double states =
       (options.queries ? size.most_tokens : size.tokens) * state_row_bytes(options);
-  if (ranks == 1) return {.workspace_bytes = states};
+  const double gradients = KeyGradients::workspace_bytes(options, ranks, size);
+  if (ranks == 1) return {.workspace_bytes = states + gradients};
   const double row = key_row_bytes(options), received = (ranks - 1) * size.keys / ranks * row;
   const double block = most_keys_of_a_rank(options.keys, size.keys, ranks);
   const bool by_peers = device != Device::host && options.exchange != Exchange::gather;
   return {.received_bytes = received,
-          .workspace_bytes = states + 2 * block * row,
+          .workspace_bytes = states + 2 * block * row + gradients,
           .overlapped_bytes = received,
           .messages = ranks - 1.0,
           .peer_messages = by_peers ? ranks - 1.0 : 0,
@@ -229,6 +240,7 @@ StrategyEntry ring_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 3,
           .keeps_order = [](const Options&, int) { return false; },
+          .has_gradients = true,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_queries; },
           .refusal = refusal,

@@ -276,6 +276,7 @@ StrategyEntry ring_q() {
                    "(P-1)/P T heads (head_dim b + 4 (value_dim + 2))"},
           .preference = 5,
           .keeps_order = [](const Options&, int) { return true; },
+          .has_gradients = false,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

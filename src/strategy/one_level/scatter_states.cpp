@@ -205,6 +205,7 @@ StrategyEntry scatter_states() {
                    "(P-1)/P T heads 4 (value_dim + 2)"},
           .preference = 4,
           .keeps_order = [](const Options&, int) { return true; },
+          .has_gradients = false,
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

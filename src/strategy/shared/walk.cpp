@@ -55,6 +55,7 @@ class Walker {
       underway_.digests().wait(stream());
     else
       underway_.of(index).wait(stream());
+    visitor_.arrived(move(index));
   }
 
   void exchange(int index) {
@@ -63,6 +64,7 @@ class Walker {
       comm_.compare(pass_.digests, stream(), compare_step_);
     else
       visitor_.start(move(index)).wait(stream());
+    visitor_.arrived(move(index));
   }
 
   void enter_exchange() {

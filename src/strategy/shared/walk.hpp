@@ -20,6 +20,9 @@ class Visitor {
   /// Attends to the guest of a step, or to all. On CPUs it calls `between` from time to time.
   virtual void visit(const Step& step, const kernels::BetweenTiles& between) = 0;
 
+  /// Takes what a move has brought; it is called behind the wait for it.
+  virtual void arrived(const Move& /*move*/) {}
+
   /// Writes the result, if the last visit does not.
   virtual void finish() {}
 };

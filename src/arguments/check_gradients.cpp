@@ -1,0 +1,95 @@
+// Checks the arguments of a backward. Those of its run are checked as for the run.
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "longspan/error.hpp"
+#include "src/arguments/validate.hpp"
+
+namespace longspan {
+namespace {
+
+/// Throws InputError unless a gradient is fp32 or of the type of its tensor.
+void check_type(const Tensor& gradient, const char* name, DType of_tensor, const char* tensor) {
+  require(gradient.dtype == fp32 || gradient.dtype == of_tensor,
+          "{} is {}; the gradient of {} is {} or fp32", name, longspan::name(gradient.dtype),
+          tensor, longspan::name(of_tensor));
+}
+
+/// Checks dk or dv: the shape of its tensor, at any strides of rows and heads.
+void check_key_gradient(const Tensor& gradient, const char* name, const Tensor& of,
+                        const char* tensor, Device device) {
+  check_type(gradient, name, of.dtype, tensor);
+  check_tensor(gradient, name, gradient.dtype, device);
+  require(gradient.dims == of.dims && gradient.shape == of.shape, "{} is {}; {} is {}", name,
+          shape_text(gradient), tensor, shape_text(of));
+  require(gradient.size() == 0 || gradient.stride[gradient.dims - 1] == 1,
+          "{} has a stride of {} in its last dimension, which must be dense", name,
+          gradient.stride[gradient.dims - 1]);
+  check_written(gradient, name);
+}
+
+void refuse_runs_without_gradients(const AttentionArgs& run) {
+  const auto refuse = [](const char* what) {
+    throw Unsupported(fmt::format("gradients of {} are not supported", what));
+  };
+  if (run.block_table) refuse("keys in pages (block_table)");
+  if (run.new_k || run.new_v) refuse("a run that appends to its cache (new_k, new_v)");
+  if (run.skip_decode) refuse("a run that leaves out sequences (skip_decode)");
+  if (run.q_scale || run.k_scale || run.v_scale || run.out_scale)
+    refuse("quantised tensors (q_scale, k_scale, v_scale, out_scale)");
+  if (values_in_keys(run.k, run.v)) refuse("values that are the first columns of the keys");
+}
+
+}  // namespace
+
+GradientArgs with_batch_rows(const GradientArgs& args) {
+  GradientArgs flat = args;
+  flat.run = with_batch_rows(args.run);
+  flat.dout = batch_rows(args.dout, "dout");
+  flat.dlse = batch_rows(args.dlse, "dlse");
+  flat.dq = batch_rows(args.dq, "dq");
+  return flat;
+}
+
+Checked check_gradients(const GradientArgs& args, const Options& options,
+                        const Communicator& world) {
+  if (!options.gradients)
+    throw UsageError(
+        "backward was called on a layer without gradients; make it with "
+        "Options::gradients");
+  const AttentionArgs& run = args.run;
+  const Device device = world.device();
+  refuse_runs_without_gradients(run);
+  require(run.lse || count_rows(run.q) == 0,
+          "backward needs the lse that the run wrote; the run has none");
+  const Checked checked = check_attention(run, options, world);
+
+  const std::int64_t rows = count_rows(run.q);
+  check_product_dtype(args.dout.dtype, "dout");
+  check_batch_rows(args.dout, "dout", rows, options.heads, options.of_values(), args.dout.dtype,
+                   device);
+  if (args.dlse) check_batch_lse(args.dlse, "dlse", rows, options.heads, device);
+  check_type(args.dq, "dq", run.q.dtype, "q");
+  check_batch_rows(args.dq, "dq", rows, options.heads, options.head_dim, args.dq.dtype, device);
+  check_written(args.dq, "dq");
+  check_apart({&run.q, &args.dout, &args.dq}, {&run.lse, &args.dlse});
+  check_key_gradient(args.dk, "dk", run.k, "k", device);
+  check_key_gradient(args.dv, "dv", run.v, "v", device);
+
+  const auto written = {std::pair{&args.dq, "dq"}, std::pair{&args.dk, "dk"},
+                        std::pair{&args.dv, "dv"}};
+  for (const auto& [to, name] : written) {
+    for (const auto& [in, in_name] :
+         {std::pair{&run.q, "q"}, std::pair{&run.k, "k"}, std::pair{&run.v, "v"},
+          std::pair{&run.out, "out"}, std::pair{&run.lse.tensor, "lse"},
+          std::pair{&args.dout, "dout"}, std::pair{&args.dlse.tensor, "dlse"}})
+      if (*in) check_overlap(*to, name, *in, in_name);
+  }
+  check_overlap(args.dq, "dq", args.dk, "dk");
+  check_overlap(args.dq, "dq", args.dv, "dv");
+  check_overlap(args.dk, "dk", args.dv, "dv");
+  return checked;
+}
+
+}  // namespace longspan

@@ -1,0 +1,369 @@
+// Gradients of a layer on every rank count: random cases of every option against float64, the bits
+// of repeated runs, runs that await their backward in any order, what is refused, and ranks that
+// differ.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "longspan/longspan.hpp"
+#include "tests/dist/world.hpp"
+#include "tests/support/fresh_seed.hpp"
+#include "tests/support/host_gradients.hpp"
+#include "tests/support/message.hpp"
+
+namespace longspan::tests {
+namespace {
+
+/// The message of the Error that it throws.
+template <class Call>
+std::string message_of(Call&& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+/// One rank's part of a problem: its rows and keys, and the gradients that it is given.
+class RankProblem {
+ public:
+  RankProblem(HostGradients& whole, const Shard& keys, const Shard& queries, DType gradient = fp32)
+      : whole_(whole), keys_(keys), queries_(queries) {
+    const HostProblem& p = whole.problem;
+    const HostShape& s = p.shape;
+    for (int b = 0; b < p.batch(); ++b) {
+      for (std::int64_t t = 0; t < queries.local_len(s.query_len[b]); ++t)
+        rows_.push_back(p.query_start[b] + queries.position(t, s.query_len[b]));
+      for (std::int64_t i = 0; i < keys.local_len(s.kv_len[b]); ++i)
+        own_keys_.push_back(p.key_start[b] + keys.position(i, s.kv_len[b]));
+    }
+    const std::int64_t rows = std::ssize(rows_), row = std::int64_t{s.heads} * s.dim;
+    q_ = Array(p.q.dtype, std::max<std::int64_t>(1, rows * row));
+    out_ = Array(s.dtype, std::max<std::int64_t>(1, rows * row));
+    lse_.assign(rows * s.heads, kNan);
+    for (std::int64_t t = 0; t < rows; ++t)
+      for (std::int64_t i = 0; i < row; ++i) {
+        q_.set(t * row + i, static_cast<float>(p.q[rows_[t] * p.q_stride() + i]));
+        dout_.push_back(whole.dout[rows_[t] * row + i]);
+      }
+    for (const std::int64_t t : rows_)
+      for (int h = 0; h < s.heads && !whole.dlse.empty(); ++h)
+        dlse_.push_back(whole.dlse[t * s.heads + h]);
+    local_ = p.local(keys);
+    dq_ = Array(gradient, rows * row);
+    dk_ = Array(gradient, std::ssize(own_keys_) * s.kv_heads * s.dim);
+    dv_ = dk_;
+  }
+
+  static Options options(const HostGradients& whole, const Shard& keys, const Shard& queries,
+                         const std::string& strategy) {
+    const HostShape& s = whole.problem.shape;
+    Options o{.heads = s.heads, .kv_heads = s.kv_heads, .head_dim = s.dim};
+    o.dtypes.compute = s.dtype;
+    o.mask = s.mask;
+    o.score.softcap = s.softcap;
+    if (s.alibi) o.score.alibi = *s.alibi;
+    o.limits.max_tokens = whole.problem.tokens() + 1;
+    o.limits.max_batch = whole.problem.batch();
+    o.limits.max_kv_len = 1 + *std::max_element(s.kv_len.begin(), s.kv_len.end());
+    o.keys = {keys.layout, keys.block};
+    o.queries = Sharding{queries.layout, queries.block};
+    o.gradients = true;
+    o.strategy = strategy;
+    return o;
+  }
+
+  AttentionArgs run_args() {
+    HostProblem& p = whole_.problem;
+    const HostShape& s = p.shape;
+    const std::int64_t rows = std::ssize(rows_), keys = std::ssize(own_keys_);
+    AttentionArgs a;
+    a.q = Tensor(q_.data(), q_.dtype, {rows, s.heads, s.dim});
+    a.k = strided(local_.k, keys);
+    a.v = strided(local_.v, keys);
+    a.out = Tensor(out_.data(), out_.dtype, {rows, s.heads, s.dim});
+    a.lse = Lse::tokens_heads(Tensor(lse_.data(), {rows, s.heads}));
+    a.total_tokens = p.tokens();
+    if (p.batch() == 1) {
+      a.total_keys = s.kv_len[0];
+    } else {
+      a.query_start = Tensor(p.query_start.data(), {p.batch() + 1});
+      a.kv_len = Tensor(whole_.problem.shape.kv_len.data(), {p.batch()});
+    }
+    if (s.alibi) a.slopes = Tensor(p.slopes.data(), p.slopes.dtype, {s.heads});
+    if (s.qq) {
+      a.qq_bias = Tensor(p.qq.data(), p.qq.dtype, {p.qq_width(), p.qq_width()});
+      a.qq_bias.stride[0] = p.qq_width() + HostProblem::kGap;
+    }
+    if (!s.causal.empty()) a.causal = Tensor(whole_.problem.shape.causal.data(), {p.batch()});
+    if (!s.documents.empty())
+      a.documents = Tensor(whole_.problem.shape.documents.data(), {std::ssize(s.documents)});
+    return a;
+  }
+
+  GradientArgs gradient_args() {
+    const HostShape& s = whole_.problem.shape;
+    const std::int64_t rows = std::ssize(rows_), keys = std::ssize(own_keys_);
+    GradientArgs g;
+    g.run = run_args();
+    g.dout = Tensor(dout_.data(), {rows, s.heads, s.dim});
+    if (!whole_.dlse.empty()) g.dlse = Lse::tokens_heads(Tensor(dlse_.data(), {rows, s.heads}));
+    g.dq = Tensor(dq_.data(), dq_.dtype, {rows, s.heads, s.dim});
+    g.dk = Tensor(dk_.data(), dk_.dtype, {keys, s.kv_heads, s.dim});
+    g.dv = Tensor(dv_.data(), dv_.dtype, {keys, s.kv_heads, s.dim});
+    return g;
+  }
+
+  /// This rank's part of gradients of the whole.
+  template <class Real>
+  GradientResult<Real> part_of(const GradientResult<Real>& all) const {
+    const HostShape& s = whole_.problem.shape;
+    GradientResult<Real> part;
+    const auto take = [](const std::vector<Real>& from, const std::vector<std::int64_t>& at,
+                         std::int64_t row) {
+      std::vector<Real> to;
+      for (const std::int64_t i : at)
+        to.insert(to.end(), from.begin() + i * row, from.begin() + (i + 1) * row);
+      return to;
+    };
+    part.dq = take(all.dq, rows_, std::int64_t{s.heads} * s.dim);
+    part.dk = take(all.dk, own_keys_, std::int64_t{s.kv_heads} * s.dim);
+    part.dv = take(all.dv, own_keys_, std::int64_t{s.kv_heads} * s.dim);
+    return part;
+  }
+
+  /// out and lse of all rows, from the ranks that have them. Collective.
+  Result results_of_all(const Communicator& world) const {
+    const HostShape& s = whole_.problem.shape;
+    const std::int64_t row = std::int64_t{s.heads} * s.dim;
+    std::vector<float> mine;  // of each row: its number, lse [heads], out [heads, dim]
+    for (std::size_t t = 0; t < rows_.size(); ++t) {
+      mine.push_back(static_cast<float>(rows_[t]));
+      for (int h = 0; h < s.heads; ++h) mine.push_back(lse_[t * s.heads + h]);
+      for (std::int64_t i = 0; i < row; ++i) mine.push_back(static_cast<float>(out_[t * row + i]));
+    }
+    const std::string bytes(reinterpret_cast<const char*>(mine.data()), mine.size() * 4);
+    Result all{std::vector<float>(whole_.problem.tokens() * row),
+               std::vector<float>(whole_.problem.tokens() * s.heads)};
+    for (const std::string& part : world.gather(bytes, "results")) {
+      std::vector<float> theirs(part.size() / 4);
+      std::memcpy(theirs.data(), part.data(), part.size());
+      for (auto at = theirs.begin(); at != theirs.end(); at += 1 + s.heads + row) {
+        const auto token = static_cast<std::int64_t>(*at);
+        std::copy_n(at + 1, s.heads, all.lse.begin() + token * s.heads);
+        std::copy_n(at + 1 + s.heads, row, all.out.begin() + token * row);
+      }
+    }
+    return all;
+  }
+
+  GradientResult<float> found() const {
+    const auto floats = [](const Array& a) {
+      std::vector<float> values(a.bytes.size() / size_of(a.dtype));
+      for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(a[i]);
+      return values;
+    };
+    return {floats(dq_), floats(dk_), floats(dv_)};
+  }
+  void poison() {
+    for (Array* a : {&dq_, &dk_, &dv_})
+      std::fill(a->bytes.begin(), a->bytes.end(), std::byte{0xff});
+  }
+  Array& dq() { return dq_; }
+
+ private:
+  Tensor strided(Array& rows, std::int64_t count) const {
+    const HostShape& s = whole_.problem.shape;
+    Tensor t(rows.data(), rows.dtype, {count, s.kv_heads, s.dim});
+    t.stride[0] = whole_.problem.kv_stride();
+    return t;
+  }
+
+  HostGradients& whole_;
+  Shard keys_, queries_;
+  std::vector<std::int64_t> rows_, own_keys_;  // of the whole
+  Array q_, out_, dq_, dk_, dv_;
+  std::vector<float> lse_, dout_, dlse_;
+  Local local_;
+};
+
+GradientResult<float> run_and_go_back(const Communicator& world, RankProblem& rank,
+                                      const Options& options) {
+  Attention layer(world, options);
+  layer.run(rank.run_args());
+  layer.backward(rank.gradient_args());
+  layer.wait();
+  return rank.found();
+}
+
+HostShape random_shape(std::mt19937& random) {
+  const auto one_in = [&](int n) { return random() % n == 0; };
+  HostShape s;
+  s.kv_heads = 1 << random() % 3;
+  s.heads = s.kv_heads * (1 + static_cast<int>(random() % 3));
+  s.dim = 8 * (1 + static_cast<int>(random() % 9));
+  s.dtype = one_in(3) ? bf16 : fp32;
+  const bool one = one_in(2);
+  s.query_len.clear();
+  s.kv_len.clear();
+  for (int b = 0; b < (one ? 1 : 3); ++b) {
+    s.query_len.push_back(static_cast<std::int32_t>(one_in(8) ? 0 : 1 + random() % 150));
+    s.kv_len.push_back(s.query_len.back() + static_cast<std::int32_t>(random() % 200));
+  }
+  s.mask.causal = one_in(2);
+  if (one_in(3)) s.mask.window = 1 + static_cast<int>(random() % 100);
+  if (one_in(3)) s.mask.right = static_cast<int>(random() % 40);
+  if (one_in(3)) s.softcap = 2;
+  if (one_in(3)) s.alibi = static_cast<Alibi>(random() % 3);
+  if (one_in(4)) s.qq = true;
+  if (one && one_in(2)) {
+    const std::int64_t n = s.kv_len[0];
+    s.documents = {n / 10, n / 3, n / 3, n - n / 8};
+  }
+  if (!one && one_in(2)) s.causal = {1, 0, 1};
+  return s;
+}
+
+TEST(Gradients, AgreeWithFloat64) {
+  const Communicator world = test_world();
+  const auto seed = static_cast<std::uint32_t>(shared_seed(world));
+  std::mt19937 random(seed);
+  constexpr Layout kLayouts[] = {Layout::contiguous, Layout::zigzag, Layout::striped,
+                                 Layout::interleaved};
+  for (int i = 0; i < 40; ++i) {
+    const HostShape shape = random_shape(random);
+    const Shard keys{kLayouts[random() % 4], world.rank(), world.size(), 0, 16};
+    const Shard queries{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
+    const std::string strategy = random() % 2 == 0 ? "ring-kv" : "gather-kv";
+    HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
+    whole.out_dtype = shape.dtype;
+    SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
+                 strategy + ", keys " + name(keys.layout) + ", rows " + name(queries.layout) +
+                 ", " + name(shape.dtype));
+    RankProblem rank(whole, keys, queries);
+    const GradientResult<float> found =
+        run_and_go_back(world, rank, RankProblem::options(whole, keys, queries, strategy));
+    EXPECT_TRUE(is_close(found, rank.part_of(whole.plain<double>()),
+                         GradientBounds(whole, rank.results_of_all(world))));
+  }
+}
+
+struct Small {
+  Communicator world = test_world();
+  HostShape shape{.heads = 4,
+                  .kv_heads = 2,
+                  .dim = 32,
+                  .query_len = {600},
+                  .kv_len = {900},
+                  .mask = {.causal = true}};
+  HostGradients whole{shape, static_cast<std::uint32_t>(shared_seed(world))};
+  Shard keys{Layout::contiguous, world.rank(), world.size()};
+  Shard queries{Layout::zigzag, world.rank(), world.size()};
+  RankProblem rank{whole, keys, queries};
+  Options options = RankProblem::options(whole, keys, queries, "auto");
+};
+
+TEST(Gradients, SeveralRunsAwaitTheirBackwardInAnyOrder) {
+  Small a, b;
+  const GradientResult<float> first = run_and_go_back(a.world, a.rank, a.options);
+  const GradientResult<float> second = run_and_go_back(b.world, b.rank, b.options);
+  a.rank.poison(), b.rank.poison();
+  Attention layer(a.world, a.options);
+  layer.run(a.rank.run_args());
+  layer.run(b.rank.run_args());
+  layer.backward(a.rank.gradient_args());
+  layer.run(a.rank.run_args());
+  layer.backward(b.rank.gradient_args());
+  layer.wait();
+  EXPECT_TRUE(a.rank.found() == first);
+  EXPECT_TRUE(b.rank.found() == second);
+}
+
+TEST(Gradients, AreAddedToWhatIsThere) {
+  Small s;
+  const GradientResult<float> once = run_and_go_back(s.world, s.rank, s.options);
+  Attention layer(s.world, s.options);
+  layer.run(s.rank.run_args());
+  GradientArgs args = s.rank.gradient_args();
+  args.accumulate = true;  // to those of the first backward
+  layer.backward(args);
+  layer.wait();
+  const GradientResult<float> twice = s.rank.found();
+  for (std::size_t i = 0; i < once.dq.size(); ++i) ASSERT_EQ(twice.dq[i], 2 * once.dq[i]);
+  for (std::size_t i = 0; i < once.dk.size(); ++i) ASSERT_EQ(twice.dk[i], 2 * once.dk[i]);
+}
+
+TEST(Gradients, InTheTypeOfTheTensors) {
+  Small s;
+  HostShape shape = s.shape;
+  shape.dtype = bf16;
+  HostGradients whole(shape, static_cast<std::uint32_t>(shared_seed(s.world)));
+  const Options options = RankProblem::options(whole, s.keys, s.queries, "auto");
+  RankProblem in_fp32(whole, s.keys, s.queries), in_bf16(whole, s.keys, s.queries, bf16);
+  const GradientResult<float> wide = run_and_go_back(s.world, in_fp32, options);
+  const GradientResult<float> narrow = run_and_go_back(s.world, in_bf16, options);
+  for (std::size_t i = 0; i < wide.dq.size(); ++i)  // one rounding, at the end
+    ASSERT_EQ(narrow.dq[i], launcher::rounded(bf16, wide.dq[i]));
+  for (std::size_t i = 0; i < wide.dv.size(); ++i)
+    ASSERT_EQ(narrow.dv[i], launcher::rounded(bf16, wide.dv[i]));
+}
+
+TEST(Gradients, RefusesByName) {
+  Small s;
+  Attention layer(s.world, s.options);
+  layer.run(s.rank.run_args());
+  const auto refusal = [&](auto&& change) {
+    GradientArgs args = s.rank.gradient_args();
+    change(args);
+    return message_of([&] { layer.backward(args); });
+  };
+  using ::testing::HasSubstr;
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.run.lse = {}; }), HasSubstr("needs the lse"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dout = {}; }), HasSubstr("dout"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dq.dtype = fp16; }), HasSubstr("dq is fp16"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dk.shape[0] += 1; }), HasSubstr("dk is"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dv.data = g.run.v.data; }), HasSubstr("dv"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.run.v = g.run.k; }), HasSubstr("first columns"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.run.skip_decode = true; }), HasSubstr("skip_decode"));
+
+  Options none = s.options;
+  none.gradients = false;
+  Attention forward(s.world, none);
+  EXPECT_THAT(message_of([&] { forward.backward(s.rank.gradient_args()); }),
+              HasSubstr("Options::gradients"));
+  Options wrong = s.options;
+  wrong.strategy = "ring-q";
+  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
+  wrong = s.options;
+  wrong.limits.max_kv_len = 0;
+  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("max_kv_len"));
+  wrong = s.options;
+  wrong.dtypes.kv = DType::e4m3;
+  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
+}
+
+/// A rank that goes back while the others go on.
+TEST(Gradients, RanksThatDiffer) {
+  Small s;
+  if (s.world.size() == 1) GTEST_SKIP() << "one rank differs from nobody";
+  {
+    Attention layer(s.world, s.options);
+    layer.run(s.rank.run_args());
+    const std::string found = message_of([&] {
+      if (s.world.rank() == 0)
+        layer.backward(s.rank.gradient_args());
+      else
+        layer.run(s.rank.run_args());
+      layer.wait();
+    });
+    EXPECT_THAT(found, ::testing::HasSubstr("backward"));
+  }
+}
+
+}  // namespace
+}  // namespace longspan::tests

@@ -217,6 +217,7 @@ const std::map<std::string, OptionCase> kOptions{
         o.results = {ResultPart::rows, {Layout::interleaved}};
       }}},
     {"invariant", {[](Options& o) { o.invariant = true; }}},
+    {"gradients", {[](Options& o) { o.gradients = true; }}},
     {"strategy", {[](Options& o) { o.strategy = "gather-states"; }}},
     {"exchange", {[](Options& o) { o.exchange = Exchange::gather; }}},
     {"threads", {[](Options& o) { o.threads = 3; }}},

@@ -223,6 +223,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"queries", [](Options& o) { o.queries = Sharding{}; }},
       {"results", [](Options& o) { o.results.part = ResultPart::heads; }},
       {"invariant", [](Options& o) { o.invariant = true; }},
+      {"gradients", [](Options& o) { o.gradients = true; }},
       {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
       {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
       {"check_arrays", [](Options& o) { o.debug.check_arrays = true; }},

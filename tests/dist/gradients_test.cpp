@@ -194,10 +194,12 @@ class RankProblem {
 
 GradientResult<float> run_and_go_back(const Communicator& world, RankProblem& rank,
                                       const Options& options) {
-  Attention layer(world, options);
+  // [backward]
+  Attention layer(world, options);  // with options.gradients
   layer.run(rank.run_args());
   layer.backward(rank.gradient_args());
   layer.wait();
+  // [/backward]
   return rank.found();
 }
 

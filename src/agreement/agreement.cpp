@@ -101,6 +101,7 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
 RunDescription::RunDescription(const GradientArgs& args, const Options& o)
     : RunDescription(args.run, o) {
   values_.at(count_ - 1).value = true;  // of "backward", the last of a run's
+  number("dout", static_cast<std::int64_t>(args.dout.dtype), Kind::dtype);
 }
 
 void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, bool reads_arrays) {

@@ -241,7 +241,8 @@ TEST(Gradients, AgreeWithFloat64) {
     const HostShape shape = random_shape(random);
     const Shard keys{kLayouts[random() % 4], world.rank(), world.size(), 0, 16};
     const Shard queries{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
-    const std::string strategy = random() % 2 == 0 ? "ring-kv" : "gather-kv";
+    const char* const strategies[] = {"ring-kv", "gather-kv", "ring-q"};
+    const std::string strategy = strategies[random() % 3];
     HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
     whole.out_dtype = shape.dtype;
     SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
@@ -339,7 +340,7 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(message_of([&] { forward.backward(s.rank.gradient_args()); }),
               HasSubstr("Options::gradients"));
   Options wrong = s.options;
-  wrong.strategy = "ring-q";
+  wrong.strategy = "gather-states";
   EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
   wrong = s.options;
   wrong.limits.max_kv_len = 0;

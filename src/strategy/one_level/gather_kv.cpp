@@ -256,7 +256,7 @@ std::string refusal(const Options& options, int ranks) {
   if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
-  if (std::string why = refuse_key_gradients(options, ranks); !why.empty()) return why;
+  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

@@ -209,7 +209,7 @@ std::string refusal(const Options& options, int ranks) {
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
-  if (std::string why = refuse_key_gradients(options, ranks); !why.empty()) return why;
+  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

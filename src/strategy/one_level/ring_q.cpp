@@ -20,6 +20,7 @@
 #include "longspan/error.hpp"
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/row_gradients.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/shared/walk.hpp"
@@ -38,6 +39,7 @@ class RingQ final : public Strategy {
         route_(ranks()),
         underway_(ranks()) {
     states_.emplace(layer_.kernels, layer_.bounds, ranks());
+    if (layer_.options.gradients) gradients_.emplace(layer_, rows_);
     for (int s = 1; s < ranks(); ++s) {
       row_steps_.push_back(fmt::format("ring of queries, step {} of {}", s, ranks() - 1));
       state_steps_.push_back(fmt::format("ring of states, step {} of {}", s, ranks() - 1));
@@ -47,11 +49,17 @@ class RingQ final : public Strategy {
   void lay_out(Parts& memory) override {
     const std::int64_t most = layer_.bounds.tokens, batch = layer_.bounds.batch.size;
     states_->lay_out(memory);
+    if (gradients_) gradients_->lay_out(memory);
     if (ranks() == 1) return;
     starts_ = memory.take_array<std::int32_t>(at(ranks() * (batch + 1)));
     if (layer_.kernels.device() != Device::host) sent_ = memory.take(at(most * rows_.row_bytes()));
     for (std::byte*& slot : leaving_) slot = take_slot(memory);
     for (std::byte*& rows : visiting_) rows = memory.take(at(most * rows_.row_bytes()));
+  }
+
+  void backward(Pass& pass, const GradientArgs& args) override {
+    check(pass.run);
+    gradients_->backward(pass, args);
   }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
@@ -231,6 +239,7 @@ class RingQ final : public Strategy {
 
   LayerContext layer_;
   DealtRows rows_;
+  std::optional<RowGradients> gradients_;             // with Options::gradients
   std::vector<std::string> row_steps_, state_steps_;  // names of steps, by distance
   Route route_;                                       // of the current run
   Underway underway_;
@@ -246,6 +255,7 @@ std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
   if (!options.queries)
     return "it sends the rows of sharded queries (Options::queries); others have none to send";
+  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
     return fmt::format("it sends rows and their states, and does not take exchange {}",
                        name(options.exchange));
@@ -257,10 +267,11 @@ std::string refusal(const Options& options, int ranks) {
 RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double slot = state_slot_bytes(options, rows, options.heads);
-  if (ranks == 1) return {.workspace_bytes = slot};
+  const double gradients = RowGradients::workspace_bytes(options, ranks, size);
+  if (ranks == 1) return {.workspace_bytes = slot + gradients};
   const double queries = rows * query_row_bytes(options), others = ranks - 1;
   return {.received_bytes = others * (queries + slot),
-          .workspace_bytes = (ranks + 2) * slot + 2 * queries,
+          .workspace_bytes = (ranks + 2) * slot + 2 * queries + gradients,
           .overlapped_bytes = others * queries + (others - 1) * slot,
           .messages = 2,
           .work = 1.0 / ranks,
@@ -276,7 +287,7 @@ StrategyEntry ring_q() {
                    "(P-1)/P T heads (head_dim b + 4 (value_dim + 2))"},
           .preference = 5,
           .keeps_order = [](const Options&, int) { return true; },
-          .has_gradients = false,
+          .has_gradients = true,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

@@ -15,14 +15,12 @@
 #include <vector>
 
 #include "src/strategy/route.hpp"
+#include "src/strategy/shared/gradient_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
-
-/// Why gradients cannot be had of a strategy whose keys travel; empty if they can.
-std::string refuse_key_gradients(const Options& options, int ranks);
 
 class KeyGradients {
  public:
@@ -39,45 +37,23 @@ class KeyGradients {
   class Backward;
   static constexpr std::size_t kSlots = 2;  // of guests, and of gradients on their way
 
-  /// Gradients of keys and values of one rank: those of values behind those of keys.
-  struct Sums {
-    std::byte* data = nullptr;
-    std::int64_t rows = 0;
-  };
-
   int rank() const { return layer_.comm.rank(); }
   int ranks() const { return layer_.comm.size(); }
   int rank_at(int distance) const { return (rank() + distance + ranks()) % ranks(); }
-  int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
 
-  std::int64_t key_sums_bytes(std::int64_t rows) const;
-  std::int64_t sums_bytes(std::int64_t rows) const;
-  kernels::GradientSums keys_of(const Sums& sums) const;
-  kernels::GradientSums values_of(const Sums& sums) const;
-  Sums own_sums(const Run& run) const { return {own_, keys_.rows_of(run, rank())}; }
-
-  void make_terms(const Run& run, const GradientArgs& args) const;
-  kernels::GradientParams params(const Pass& pass, const GradientArgs& args) const;
   comm::Transfers start_keys(const Run& run, const Move& move, const KeyBlock& own) const;
   comm::Transfers start_gradients(const Run& run, const Move& move) const;
-  void store(const Run& run, const GradientArgs& args) const;
 
   Layer layer_;
   const TravellingKeys& keys_;
+  GradientMemory memory_;
   std::vector<std::string> key_steps_, gradient_steps_;  // names of steps, by distance
   Route route_;                                          // of the current run
   Underway underway_;
-
-  kernels::RowTerm* terms_ = nullptr;          // [tokens, heads]
-  std::byte* dq_ = nullptr;                    // sums of this rank's rows
-  std::byte* own_ = nullptr;                   // sums of this rank's keys and values
-  std::int64_t* starts_ = nullptr;             // [batch] first row of each sequence in own_
   std::array<KeyBlock, kSlots> guests_{};      // keys of other ranks
   KeyBlock copy_;                              // of this rank's own keys
   std::array<std::byte*, kSlots> leaving_{};   // sums of guests
   std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks
-  std::byte* scratch_ = nullptr;
-  std::size_t scratch_bytes_ = 0;
 };
 
 }  // namespace longspan

@@ -1,0 +1,163 @@
+#include "src/strategy/shared/gradient_memory.hpp"
+
+#include <utility>
+
+#include "src/arguments/tensor_checks.hpp"
+
+namespace longspan {
+namespace {
+
+using kernels::GradientSums;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+kernels::GradientParams bounds_of(const Layer& layer) {
+  kernels::GradientParams bounds;
+  static_cast<kernels::AttendParams&>(bounds) = layer.bounds;
+  return bounds;
+}
+
+}  // namespace
+
+std::string refuse_gradients(const Options& options, int ranks) {
+  if (!options.gradients || ranks == 1) return "";
+  if (!options.queries)
+    return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
+           "gradients of keys would be counted once a rank";
+  if (options.invariant)
+    return "its gradients are the same from run to run, not for every number of ranks (invariant)";
+  return "";
+}
+
+GradientMemory::GradientMemory(const Layer& layer, const TravellingKeys& keys)
+    : layer_(layer),
+      keys_(keys),
+      scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(layer))) {}
+
+double GradientMemory::row_sum_bytes(const Options& options, double rows) {
+  return rows * options.heads * 4.0 * GradientSums::padded(options.head_dim);
+}
+
+double GradientMemory::key_sum_bytes(const Options& options, double keys) {
+  return keys * options.kv_heads * 4.0 *
+         (GradientSums::padded(options.head_dim) + GradientSums::padded(options.of_values()));
+}
+
+double GradientMemory::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
+  if (!options.gradients) return 0;
+  const double rows = options.queries ? size.most_tokens : size.tokens;
+  const double terms = rows * options.heads * sizeof(kernels::RowTerm);
+  return terms + row_sum_bytes(options, rows) +
+         key_sum_bytes(options, most_keys_of_a_rank(options.keys, size.keys, ranks));
+}
+
+std::int64_t GradientMemory::row_sum_bytes(std::int64_t rows) const {
+  return GradientSums::bytes(rows * group(), layer_.bounds.kv_heads, layer_.bounds.head_dim);
+}
+
+std::int64_t GradientMemory::k_bytes(std::int64_t rows) const {
+  return GradientSums::bytes(rows, layer_.bounds.kv_heads, layer_.bounds.head_dim);
+}
+
+std::int64_t GradientMemory::key_sum_bytes(std::int64_t rows) const {
+  return k_bytes(rows) + GradientSums::bytes(rows, layer_.bounds.kv_heads, layer_.bounds.value_dim);
+}
+
+void GradientMemory::lay_out(Parts& memory) {
+  const kernels::AttendParams& bounds = layer_.bounds;
+  terms_ = memory.take_array<kernels::RowTerm>(at(bounds.tokens * bounds.heads));
+  dq_ = memory.take(at(row_sum_bytes(bounds.tokens)));
+  own_keys_ = memory.take(at(key_sum_bytes(keys_.block_rows())));
+  key_starts_ = memory.take_array<std::int64_t>(at(bounds.batch.size));
+  scratch_ = memory.take(scratch_bytes_);
+}
+
+void GradientMemory::begin(const Pass& pass, const GradientArgs& args) const {
+  const Run& run = pass.run;
+  kernels::RowTermParams p;
+  p.out_dtype = args.run.out.dtype;
+  p.dout_dtype = args.dout.dtype;
+  p.tokens = pass.attend.tokens;
+  p.heads = layer_.bounds.heads;
+  p.value_dim = layer_.bounds.value_dim;
+  p.out = token_rows_of(args.run.out);
+  p.dout = token_rows_of(args.dout);
+  if (args.run.lse) p.lse = token_lse_of(args.run.lse);
+  if (args.dlse) p.dlse = token_lse_of(args.dlse);
+  p.terms = terms_;
+  layer_.kernels.row_terms(p, run.stream);
+  keys_.find_starts(run, layer_.comm.rank(), {.start = key_starts_});
+}
+
+kernels::GradientParams GradientMemory::params(const Pass& pass, const GradientArgs& args) const {
+  kernels::GradientParams p;
+  static_cast<kernels::AttendParams&>(p) = pass.attend;
+  p.scratch = scratch_;
+  p.scratch_bytes = scratch_bytes_;
+  p.dout = token_rows_of(args.dout);
+  p.dout_dtype = args.dout.dtype;
+  p.terms = terms_;
+  p.dq = own_rows(p.tokens);
+  return p;
+}
+
+void GradientMemory::give_key_sums(kernels::GradientParams& p, const KeySums& sums,
+                                   const std::int64_t* start) const {
+  p.dk = {reinterpret_cast<float*>(sums.data), sums.rows, layer_.bounds.head_dim};
+  p.dv = {reinterpret_cast<float*>(sums.data + k_bytes(sums.rows)), sums.rows,
+          layer_.bounds.value_dim};
+  p.key_sum_start = p.batch.size > 1 ? start : nullptr;
+}
+
+GradientMemory::KeySums GradientMemory::own_keys(const Run& run) const {
+  return {own_keys_, keys_.rows_of(run, layer_.comm.rank())};
+}
+
+kernels::GradientSums GradientMemory::row_sums(std::byte* memory, std::int64_t rows) const {
+  return {reinterpret_cast<float*>(memory), rows * group(), layer_.bounds.head_dim};
+}
+
+void GradientMemory::add(void* to, const void* from, std::int64_t bytes, Stream stream) const {
+  layer_.kernels.add_sums(static_cast<float*>(to), static_cast<const float*>(from), bytes / 4,
+                          stream);
+}
+
+void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_t rows) const {
+  const auto put = [&](const kernels::GradientSums& sums, std::int64_t count, const Tensor& to,
+                       const kernels::TokenRows& places, int heads_of_group) {
+    kernels::StoreGradientParams store;
+    store.sums = sums;
+    store.count = count;
+    store.dtype = to.dtype;
+    store.kv_heads = layer_.bounds.kv_heads;
+    store.group = heads_of_group;
+    store.to = places;
+    store.accumulate = args.accumulate;
+    layer_.kernels.store_gradients(store, run.stream);
+  };
+  put(own_rows(rows), rows * group(), args.dq, token_rows_of(args.dq), group());
+
+  kernels::GradientParams own;
+  give_key_sums(own, own_keys(run), nullptr);
+  const Shard& shard = run.arrays.keys;
+  std::int64_t first = 0;  // row of the sums
+  for (int b = 0; b < run.arrays.batch; ++b) {
+    const std::int64_t count =
+        shard.layout == Layout::listed
+            ? own.dk.rows
+            : shard.for_sequence(b).local_len(run.attend.batch.keys(b, shard));
+    for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
+      const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
+      kernels::TokenRows places{nullptr, to->stride[apart ? 1 : 0], to->stride[apart ? 2 : 1]};
+      const std::int64_t offset = apart ? b * to->stride[0] : first * places.row_stride;
+      places.data = static_cast<std::byte*>(to->data) +
+                    offset * static_cast<std::int64_t>(size_of(to->dtype));
+      kernels::GradientSums part = sums;
+      part.data = sums.at(0, first);
+      put(part, count, *to, places, 1);
+    }
+    first += count;
+  }
+}
+
+}  // namespace longspan

@@ -1,0 +1,72 @@
+// The memory of a backward on one rank, and its steps that know no other rank: the terms of rows,
+// fp32 sums of dq, dk and dv, and the one rounding at the end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/strategy/shared/travelling_keys.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+/// Why gradients of sharded rows and keys cannot be had; empty if they can.
+std::string refuse_gradients(const Options& options, int ranks);
+
+class GradientMemory {
+ public:
+  /// fp32 gradients of the keys and values of one rank: those of values behind those of keys.
+  struct KeySums {
+    std::byte* data = nullptr;
+    std::int64_t rows = 0;
+  };
+
+  /// `keys` outlives this.
+  GradientMemory(const Layer& layer, const TravellingKeys& keys);
+
+  /// The bytes of its memory for runs of that size, without the scratch of its kernels.
+  static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  /// The bytes of the sums of rows, or of keys, of that number.
+  static double row_sum_bytes(const Options& options, double rows);
+  static double key_sum_bytes(const Options& options, double keys);
+  void lay_out(Parts& memory);
+
+  /// Queues what a backward starts with: the terms of own rows, and where sequences begin in the
+  /// sums of own keys.
+  void begin(const Pass& pass, const GradientArgs& args) const;
+
+  /// This rank's rows and keys, from the start of their sums on.
+  kernels::GradientParams params(const Pass& pass, const GradientArgs& args) const;
+  /// Points them at the sums of keys; `start` [batch] is where sequences begin there.
+  void give_key_sums(kernels::GradientParams& p, const KeySums& sums,
+                     const std::int64_t* start) const;
+  KeySums own_keys(const Run& run) const;
+  const std::int64_t* own_key_starts() const { return key_starts_; }
+  kernels::RowTerm* terms() const { return terms_; }
+  /// Sums of dq for `rows` rows in memory.
+  kernels::GradientSums row_sums(std::byte* memory, std::int64_t rows) const;
+  kernels::GradientSums own_rows(std::int64_t rows) const { return row_sums(dq_, rows); }
+
+  std::int64_t row_sum_bytes(std::int64_t rows) const;
+  std::int64_t key_sum_bytes(std::int64_t rows) const;
+  /// to += from, sums of `bytes` bytes.
+  void add(void* to, const void* from, std::int64_t bytes, Stream stream) const;
+
+  /// Rounds and stores the sums of `rows` own rows, and of own keys.
+  void store(const Run& run, const GradientArgs& args, std::int64_t rows) const;
+
+ private:
+  int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
+  std::int64_t k_bytes(std::int64_t rows) const;
+
+  Layer layer_;
+  const TravellingKeys& keys_;
+  std::size_t scratch_bytes_ = 0;
+  kernels::RowTerm* terms_ = nullptr;   // [tokens, heads]
+  std::byte* dq_ = nullptr;             // sums of this rank's rows
+  std::byte* own_keys_ = nullptr;       // sums of this rank's keys and values
+  std::int64_t* key_starts_ = nullptr;  // [batch] first row of each sequence in them
+  std::byte* scratch_ = nullptr;
+};
+
+}  // namespace longspan

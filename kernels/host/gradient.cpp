@@ -230,9 +230,8 @@ class GradientRun {
   }
 
   bool sees(const Tile& rows, const Segment& keys) const {
-    const Visible visible(p_, rows);
-    return !visible.any().empty() && visible.any().begin < keys.first + keys.keys &&
-           visible.any().end > keys.first;
+    const Interval next = Visible(p_, rows).next(keys.first);
+    return !next.empty() && next.begin < keys.first + keys.keys;
   }
 
   const GradientParams& p_;

@@ -150,8 +150,7 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
       const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
       kernels::TokenRows places{nullptr, to->stride[apart ? 1 : 0], to->stride[apart ? 2 : 1]};
       const std::int64_t offset = apart ? b * to->stride[0] : first * places.row_stride;
-      places.data = static_cast<std::byte*>(to->data) +
-                    offset * static_cast<std::int64_t>(size_of(to->dtype));
+      places.data = static_cast<std::byte*>(to->data) + storage_of(to->dtype).bytes(offset);
       kernels::GradientSums part = sums;
       part.data = sums.at(0, first);
       put(part, count, *to, places, 1);

@@ -140,13 +140,13 @@ RowGradients::Rows RowGradients::own_rows(const Run& run, const GradientArgs& ar
   const bool dense =
       dout.stride[1] == dim && dout.stride[0] == std::int64_t{layer_.bounds.heads} * dim;
   if (dense) return own;
-  const auto size = static_cast<std::int64_t>(size_of(dout.dtype));
+  const StorageFormat stored = storage_of(dout.dtype);
   for (int head = 0; head < layer_.bounds.heads; ++head) {
-    const StridedCopy copy{own.dout + head * dout.stride[1] * size,
-                           packed_dout_ + head * dim * size,
-                           dout.stride[0] * size,
+    const StridedCopy copy{own.dout + stored.bytes(head * dout.stride[1]),
+                           packed_dout_ + stored.bytes(std::int64_t{head} * dim),
+                           stored.bytes(dout.stride[0]),
                            dout_bytes(dout.dtype),
-                           dim * size,
+                           stored.row_bytes(dim),
                            rows_.rows_of(run, rank())};
     layer_.kernels.copy_rows({&copy, 1}, run.stream);
   }

@@ -45,8 +45,7 @@ class RowGradients {
   int ranks() const { return layer_.comm.size(); }
   int rank_at(int distance) const { return (rank() + distance + ranks()) % ranks(); }
   std::int64_t dout_bytes(DType dtype) const {
-    return std::int64_t{layer_.bounds.heads} * layer_.bounds.value_dim *
-           static_cast<std::int64_t>(size_of(dtype));
+    return storage_of(dtype).bytes(std::int64_t{layer_.bounds.heads} * layer_.bounds.value_dim);
   }
   std::int64_t term_bytes() const {
     return layer_.bounds.heads * static_cast<std::int64_t>(sizeof(kernels::RowTerm));

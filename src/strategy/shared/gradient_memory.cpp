@@ -11,7 +11,7 @@ using kernels::GradientSums;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-kernels::GradientParams bounds_of(const Layer& layer) {
+kernels::GradientParams bounds_of(const LayerContext& layer) {
   kernels::GradientParams bounds;
   static_cast<kernels::AttendParams&>(bounds) = layer.bounds;
   return bounds;
@@ -29,7 +29,7 @@ std::string refuse_gradients(const Options& options, int ranks) {
   return "";
 }
 
-GradientMemory::GradientMemory(const Layer& layer, const TravellingKeys& keys)
+GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& keys)
     : layer_(layer),
       keys_(keys),
       scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(layer))) {}

@@ -22,7 +22,7 @@ class GradientMemory {
   };
 
   /// `keys` outlives this.
-  GradientMemory(const Layer& layer, const TravellingKeys& keys);
+  GradientMemory(const LayerContext& layer, const TravellingKeys& keys);
 
   /// The bytes of its memory for runs of that size, without the scratch of its kernels.
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
@@ -59,7 +59,7 @@ class GradientMemory {
   int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
   std::int64_t k_bytes(std::int64_t rows) const;
 
-  Layer layer_;
+  LayerContext layer_;
   const TravellingKeys& keys_;
   std::size_t scratch_bytes_ = 0;
   kernels::RowTerm* terms_ = nullptr;   // [tokens, heads]

@@ -16,8 +16,8 @@ class KeyGradients::Backward final : public Visitor {
       : g_(gradients), pass_(pass), args_(args), own_(own) {}
 
   comm::Transfers start(const Move& move) override {
-    return move.what == Move::out ? g_.start_keys(pass_.run, move, own_)
-                                  : g_.start_gradients(pass_.run, move);
+    return move.what == Move::blocks ? g_.start_keys(pass_.run, move, own_)
+                                     : g_.start_gradients(pass_.run, move);
   }
 
   void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -40,7 +40,7 @@ class KeyGradients::Backward final : public Visitor {
   }
 
   void arrived(const Move& move) override {
-    if (move.what != Move::home || !move.receives) return;
+    if (move.what != Move::results || !move.receives) return;
     const GradientMemory::KeySums own = g_.memory_.own_keys(pass_.run);
     g_.memory_.add(own.data, g_.arriving_[at(move.slot)], g_.memory_.key_sum_bytes(own.rows),
                    pass_.run.stream);
@@ -55,7 +55,7 @@ class KeyGradients::Backward final : public Visitor {
   const KeyBlock& own_;
 };
 
-KeyGradients::KeyGradients(const Layer& layer, const TravellingKeys& keys)
+KeyGradients::KeyGradients(const LayerContext& layer, const TravellingKeys& keys)
     : layer_(layer),
       keys_(keys),
       memory_(layer, keys),
@@ -91,7 +91,7 @@ void KeyGradients::lay_out(Parts& memory) {
 
 void KeyGradients::backward(Pass& pass, const GradientArgs& args) {
   const Run& run = pass.run;
-  pass.say_to(layer_.kernels);
+  pass.write_own_digest(layer_.kernels);
   keys_.begin(pass);
   memory_.begin(pass, args);
   const KeyBlock own = ranks() == 1 ? KeyBlock() : keys_.own_keys(run, copy_);
@@ -101,7 +101,11 @@ void KeyGradients::backward(Pass& pass, const GradientArgs& args) {
     return visitor.finish();
   }
   make_ring(
-      {.ranks = ranks(), .rank = rank(), .slots = kSlots, .words_first = true, .goes_home = true},
+      {.ranks = ranks(),
+       .rank = rank(),
+       .slots = kSlots,
+       .digests_first = true,
+       .returns_results = true},
       [&](int owner, int receiver) { return keys_.are_seen(run, receiver, owner); }, route_);
   walk(route_, pass, layer_.comm, "backward, agreement", underway_, visitor);
 }
@@ -123,8 +127,8 @@ comm::Transfers KeyGradients::start_keys(const Run& run, const Move& move,
                                   key_steps_[at(move.distance)].c_str());
 }
 
-/// Sends the gradients of a guest home, and receives this rank's own from the rank that had its
-/// keys.
+/// Returns the gradients of a guest to its rank, and receives this rank's own from the rank that
+/// had its keys.
 comm::Transfers KeyGradients::start_gradients(const Run& run, const Move& move) const {
   const auto bytes = [&](bool moves, int owner) {
     return moves ? at(memory_.key_sum_bytes(keys_.rows_of(run, owner))) : 0;

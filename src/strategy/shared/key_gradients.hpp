@@ -1,12 +1,12 @@
 // Backward of strategies whose keys travel to the rows: keys go around the ring once more, and the
-// gradients of a guest go home while the next guest is attended to. Their owner adds them up, in
+// gradients of a guest return while the next guest is attended to. Their owner adds them up, in
 // the order of the ring's steps.
 //
 //     dq, dk, dv = gradients(my rows, my keys),   then for s = 1 ... P - 1:
 //     dq += ..., part = gradients(my rows, keys of rank - s);   part goes to rank - s
 //     dk, dv += the part of rank + s
 //
-// All sums are fp32, and so is what goes home; the one rounding is at the end.
+// All sums are fp32, and so is what returns; the one rounding is at the end.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ namespace longspan {
 class KeyGradients {
  public:
   /// `keys` outlives this.
-  KeyGradients(const Layer& layer, const TravellingKeys& keys);
+  KeyGradients(const LayerContext& layer, const TravellingKeys& keys);
 
   /// The bytes of its memory on a rank for runs of that size, without the scratch of its kernels.
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
@@ -44,7 +44,7 @@ class KeyGradients {
   comm::Transfers start_keys(const Run& run, const Move& move, const KeyBlock& own) const;
   comm::Transfers start_gradients(const Run& run, const Move& move) const;
 
-  Layer layer_;
+  LayerContext layer_;
   const TravellingKeys& keys_;
   GradientMemory memory_;
   std::vector<std::string> key_steps_, gradient_steps_;  // names of steps, by distance

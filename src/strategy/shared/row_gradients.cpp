@@ -19,8 +19,8 @@ class RowGradients::Backward final : public Visitor {
       : g_(gradients), pass_(pass), args_(args), own_(own) {}
 
   comm::Transfers start(const Move& move) override {
-    return move.what == Move::out ? g_.start_rows(pass_.run, args_, move, own_)
-                                  : g_.start_gradients(pass_.run, move);
+    return move.what == Move::blocks ? g_.start_rows(pass_.run, args_, move, own_)
+                                     : g_.start_gradients(pass_.run, move);
   }
 
   void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -44,7 +44,7 @@ class RowGradients::Backward final : public Visitor {
   }
 
   void arrived(const Move& move) override {
-    if (move.what != Move::home || !move.receives) return;
+    if (move.what != Move::results || !move.receives) return;
     const std::int64_t rows = pass_.attend.tokens;
     g_.memory_.add(g_.memory_.own_rows(rows).data, g_.arriving_[at(move.slot)],
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
@@ -59,7 +59,7 @@ class RowGradients::Backward final : public Visitor {
   const Rows& own_;
 };
 
-RowGradients::RowGradients(const Layer& layer, const DealtRows& rows)
+RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows)
     : layer_(layer),
       rows_(rows),
       keys_(layer),
@@ -111,7 +111,7 @@ void RowGradients::find_starts(Pass& pass) const {
 
 void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   const Run& run = pass.run;
-  pass.say_to(layer_.kernels);
+  pass.write_own_digest(layer_.kernels);
   if (ranks() > 1) {
     pass.attend.tokens = std::min(pass.attend.tokens, rows_.rows_of(run, rank()));
     find_starts(pass);
@@ -124,7 +124,11 @@ void RowGradients::backward(Pass& pass, const GradientArgs& args) {
     return visitor.finish();
   }
   make_ring(
-      {.ranks = ranks(), .rank = rank(), .slots = kSlots, .words_first = true, .goes_home = true},
+      {.ranks = ranks(),
+       .rank = rank(),
+       .slots = kSlots,
+       .digests_first = true,
+       .returns_results = true},
       [&](int rows, int keys) {
         return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
       },
@@ -169,7 +173,8 @@ comm::Transfers RowGradients::start_rows(const Run& run, const GradientArgs& arg
                                   row_steps_[at(move.distance)].c_str());
 }
 
-/// Sends the dq of a guest home, and receives this rank's own from the rank that had its rows.
+/// Returns the dq of a guest to its rank, and receives this rank's own from the rank that had its
+/// rows.
 comm::Transfers RowGradients::start_gradients(const Run& run, const Move& move) const {
   const auto bytes = [&](bool moves, int owner) {
     return moves ? at(memory_.row_sum_bytes(rows_.rows_of(run, owner))) : 0;

@@ -1,5 +1,5 @@
 // Backward of strategies whose rows travel to the keys: rows, their dout and their terms go around
-// the ring, and the dq of a guest goes home while the next guest's rows are attended to. dk and dv
+// the ring, and the dq of a guest returns while the next guest's rows are attended to. dk and dv
 // never travel.
 //
 //     dq, dk, dv = gradients(my rows, my keys),   then for s = 1 ... P - 1:
@@ -23,7 +23,7 @@ namespace longspan {
 class RowGradients {
  public:
   /// `rows` outlives this.
-  RowGradients(const Layer& layer, const DealtRows& rows);
+  RowGradients(const LayerContext& layer, const DealtRows& rows);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
@@ -60,7 +60,7 @@ class RowGradients {
                              const Rows& own) const;
   comm::Transfers start_gradients(const Run& run, const Move& move) const;
 
-  Layer layer_;
+  LayerContext layer_;
   const DealtRows& rows_;
   TravellingKeys keys_;  // how many there are; they stay
   GradientMemory memory_;

@@ -9,6 +9,7 @@
 #include "kernels/key_arrivals.hpp"
 #include "kernels/tensors.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/rope.hpp"
 #include "longspan/storage.hpp"
 
 namespace longspan::kernels {
@@ -26,6 +27,7 @@ struct Operands {
   Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which are not yet in k and
                // v
   Rows new_v;  // and are written there before the attention; or null
+  Rope rope;   // of new_k; q is rotated already
 
   // Each holds for all keys of a head.
   ScaleView q_scale;  // with k_scale, factors of every product, applied first

@@ -102,6 +102,7 @@ class RowKernels {
   virtual ~RowKernels() = default;
   virtual void map_rows(const MapParams& params, Stream stream) const = 0;
   virtual void place_rows(const PlaceParams& params, Stream stream) const = 0;
+  virtual void rotate_rows(const RotateParams& params, Stream stream) const = 0;
   virtual void pack_outputs(const PackOutputsParams& params, Stream stream) const = 0;
   /// Copies blocks that do not overlap; on a GPU also blocks in other GPUs' memory, if it can reach
   /// it.

@@ -54,6 +54,13 @@ LONGSPAN_HD inline std::int64_t new_key(const Batch& batch, const Shard& shards,
   return shard.owns(position, kv_len) ? shard.before(position, kv_len) : -1;
 }
 
+/// The position of new row `token` of the batch, which has a sequence.
+LONGSPAN_HD inline std::int64_t new_position(const AppendParams& p, std::int64_t token) {
+  const int b = sequence_of_row(p.batch, token);
+  const std::int64_t t = token - p.batch.first_row(b);
+  return p.batch.keys(b, p.shard) - p.batch.query_len(b, p.tokens) + t;
+}
+
 /// The row of the cache where an append writes row `token` of the batch.
 LONGSPAN_HD inline CacheRow cache_row(const AppendParams& p, std::int64_t token) {
   if (p.slots != nullptr) {

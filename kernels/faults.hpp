@@ -14,6 +14,7 @@
 //     qq_width     sequence  width of the bias     query tokens
 //     segments     sequence  keys that fit         keys on this rank
 //     too_many     0         max_total_keys        keys of all sequences
+//     rope         sequence  positions in tables   positions needed
 #pragma once
 
 #include <cstdint>
@@ -127,6 +128,10 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
     return report(Fault::qq_width, b, p.bias.qq.width, p.whole_query_len(b));
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
+  if (check.rope_positions > 0) {
+    const std::int64_t needed = farthest_position(p.whole_query_len(b), kv_len) + 1;
+    if (needed > check.rope_positions) return report(Fault::rope, b, check.rope_positions, needed);
+  }
   if (check.parts && check.parts.keys > 0) {
     const std::int64_t local_len = p.shard.for_sequence(b).local_len(kv_len);
     if (check.parts.keys < local_len && check.parts.keys * check.parts.count < local_len)

@@ -51,6 +51,8 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return p.queries.ranks > 1; }},
     {"listed queries", "rows of a sequence that do not ascend", kBackend, kNo, kNo,
      [](const P& p) { return p.queries.layout == Layout::listed; }},
+    {"RoPE", "of queries, and of new keys as they are appended; in halves or interleaved", kLayer,
+     kYes, kYes, [](const P& p) { return static_cast<bool>(p.rope); }},
     {"skip decode", "sequences of one query are left out", kBoth, kYes, kYes,
      [](const P& p) { return p.batch.skip_decode; }},
     {"segments handed out", "a state for each part of the keys", kCalls, kYes, kYes,

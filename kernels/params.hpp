@@ -18,8 +18,8 @@ namespace longspan::kernels {
 
 /// Writes new keys and values into this rank's cache. Row t of the batch goes to slot slots[t] =
 /// page * page_size + row (< 0: not written). Without `slots` it goes to the place of position
-/// kv_len - q_len + t by its sequence's shard and page table, if this rank owns it. It is stored as
-/// kv_dtype: x / scale, fp8 saturating. Slots must be distinct.
+/// kv_len - q_len + t by its sequence's shard and page table, if this rank owns it; there `rope`
+/// rotates the key. It is stored as kv_dtype: x / scale, fp8 saturating. Slots must be distinct.
 struct AppendParams {
   DType dtype = DType::fp32;     // of the new rows
   DType kv_dtype = DType::fp32;  // of the cache
@@ -38,6 +38,7 @@ struct AppendParams {
   Shard shard;                          // without slots
   ScaleView k_scale;
   ScaleView v_scale;
+  Rope rope;  // without slots
 };
 
 /// Sets the sizes and types of an append to those of an attention.
@@ -63,8 +64,24 @@ inline AppendParams append_of(const AttendParams& p) {
   append.shard = p.shard;
   append.k_scale = p.k_scale;
   append.v_scale = p.v_scale;
+  append.rope = p.rope;
   return append;
 }
+
+/// Rotates query rows by their positions (rope.hpp). Rows past the last sequence, and of skipped
+/// sequences, are not written.
+struct RotateParams {
+  Geometry geometry;  // whose dtype the rows have
+  Rope rope;
+  TokenRows from;  // [tokens, heads, head_dim]
+  Rows to;         // the same, elsewhere
+
+  /// The position of row `token` of sequence b.
+  LONGSPAN_HD std::int64_t position(int b, std::int64_t token) const {
+    const std::int64_t kv_len = geometry.batch.keys(b, geometry.shard);
+    return geometry.query_position(b, token - geometry.batch.first_row(b), kv_len);
+  }
+};
 
 /// Faults in the arrays of a request. `none` is 0.
 enum class Fault : std::int32_t {
@@ -80,6 +97,7 @@ enum class Fault : std::int32_t {
   qq_width,     // a query is longer than the qq_bias is wide
   segments,     // segments of a given size do not hold all keys of a sequence
   too_many,     // all sequences together have more keys than max_total_keys
+  rope,         // the tables of RoPE lack a position
 };
 
 /// The first fault found: which sequence or token, which column, and the value.
@@ -101,6 +119,7 @@ struct CheckParams {
   std::int64_t slot_count = -1;         // rows of the cache; -1: unknown
   std::int64_t sequence_rows = 0;       // of each sequence in a q whose sequences lie apart; or 0
   std::int64_t most_keys = 0;           // of all sequences together; 0: any number
+  std::int64_t rope_positions = 0;      // in the tables of RoPE; 0: no tables
   std::uint32_t* claimed = nullptr;     // [slot_count / 32 + 1] zeros, for overlaps; or null
   FaultReport* report = nullptr;
 };
@@ -111,7 +130,8 @@ inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
           .pages = p.pages,
           .parts = p.parts,
           .slot_count = slot_count,
-          .sequence_rows = p.q.gap.rows};
+          .sequence_rows = p.q.gap.rows,
+          .rope_positions = p.rope.positions};
 }
 
 /// Computes the index of sharded query rows in the whole q, or in the part of it that neighbouring

@@ -1,11 +1,13 @@
 // Writes new keys and values into this rank's cache, row by row to their slots, rounded once to the
-// cache's type.
+// cache's type. RoPE rotates keys before.
 //
 //     cache[slot] = x / scale
 #include <cstring>
+#include <optional>
 
 #include "kernels/batch_rows.hpp"
 #include "kernels/host/host.hpp"
+#include "kernels/host/rotations.hpp"
 
 namespace longspan::kernels::host {
 namespace {
@@ -15,11 +17,12 @@ struct Tensors {
   const KvRows& to;
   ScaleView scales;  // of the row in the cache
   int dim;           // of a row of a head
+  const Rotations* rotations = nullptr;
 };
 
 /// Stores row `token` of the new tensor at the offset `at` (in elements) of the cache.
 void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std::int64_t at) {
-  const bool plain = p.dtype == p.kv_dtype && !t.scales;
+  const bool plain = p.dtype == p.kv_dtype && !t.scales && t.rotations == nullptr;
   const StorageFormat format = storage_of(p.dtype);
   for (int head = 0; head < p.kv_heads; ++head) {
     const std::int64_t from = token * t.from.row_stride + head * t.from.head_stride;
@@ -31,7 +34,9 @@ void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std:
     }
     const float scale = t.scales.of(head);
     for (int d = 0; d < t.dim; ++d) {
-      const float value = load_element(t.from.data, p.dtype, from + d);
+      const float value = t.rotations != nullptr
+                              ? t.rotations->element(t.from.data, p.dtype, from, d)
+                              : load_element(t.from.data, p.dtype, from + d);
       store_element(t.to.data, p.kv_dtype, to + t.to.column(d), t.scales ? value / scale : value);
     }
   }
@@ -43,8 +48,10 @@ void append(const AppendParams& p, ThreadPool& pool) {
   pool.run(p.tokens, [&](std::int64_t token, int) {
     const CacheRow row = cache_row(p, token);
     if (row.row < 0) return;
-    store_row(p, {p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}, token,
-              row.offset(p.k));
+    Tensors keys{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim};
+    std::optional<Rotations> rotations;
+    if (p.rope) keys.rotations = &rotations.emplace(p.rope, new_position(p, token));
+    store_row(p, keys, token, row.offset(p.k));
     if (p.new_v.data == nullptr) return;
     store_row(p, {p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim}, token,
               row.offset(p.v));

@@ -78,6 +78,7 @@ class HostBackend final : public Backend {
   }
   void map_rows(const MapParams& p, Stream) const override { host::map_rows(p); }
   void place_rows(const PlaceParams& p, Stream) const override { host::place_rows(p, pool_); }
+  void rotate_rows(const RotateParams& p, Stream) const override { host::rotate_rows(p, pool_); }
   void key_starts(const KeyStartParams& p, Stream) const override { host::key_starts(p); }
   void row_starts(const RowStartParams& p, Stream) const override { host::row_starts(p); }
   void copy_keys(const CopyKeysParams& p, Stream) const override { host::copy_keys(p, pool_); }

@@ -25,6 +25,7 @@ void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);
+void rotate_rows(const RotateParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
 void row_starts(const RowStartParams& params);
 void copy_keys(const CopyKeysParams& params, ThreadPool& pool);

@@ -1,9 +1,11 @@
 // Computes positions of rows: the small index kernels of sharded queries, packed keys and split
-// contexts.
+// contexts; and rotates rows by their positions.
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/batch_rows.hpp"
 #include "kernels/host/host.hpp"
+#include "kernels/host/rotations.hpp"
 
 namespace longspan::kernels::host {
 
@@ -27,6 +29,36 @@ void place_rows(const PlaceParams& p, ThreadPool& pool) {
       const std::int64_t to = p.map != nullptr ? p.map[i] : i;
       if (to >= 0 && to < p.places)
         std::memcpy(p.to + to * p.row_bytes, p.from + i * p.row_bytes, p.row_bytes);
+    }
+  });
+}
+
+namespace {
+
+/// Rotates row `token`, all of its heads. The type is known to the compiler.
+template <DType kType>
+void rotate_row(const RotateParams& p, const Rotations& by, std::int64_t token) {
+  for (int head = 0; head < p.geometry.heads; ++head) {
+    const std::int64_t from = p.from.offset(token, head), to = p.to.offset(token, head);
+    for (int d = 0; d < p.geometry.head_dim; ++d)
+      store_element(p.to.data, kType, to + d, by.element(p.from.data, kType, from, d));
+  }
+}
+
+}  // namespace
+
+void rotate_rows(const RotateParams& p, ThreadPool& pool) {
+  pool.run(p.geometry.tokens, [&](std::int64_t token, int) {
+    const int b = sequence_of_row(p.geometry.batch, token);
+    if (b < 0) return;
+    const Rotations by(p.rope, p.position(b, token));
+    switch (p.geometry.q_dtype) {
+      case DType::fp32:
+        return rotate_row<DType::fp32>(p, by, token);
+      case DType::fp16:
+        return rotate_row<DType::fp16>(p, by, token);
+      default:
+        return rotate_row<DType::bf16>(p, by, token);
     }
   });
 }

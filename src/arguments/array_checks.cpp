@@ -92,10 +92,45 @@ RunArrays common_arrays(const Args& args, const Options& options, int rank, int 
       a.batch, rank, ranks, device);
   a.k_scale = scales_of(args.k_scale, "k_scale", options.kv_heads, device);
   a.v_scale = scales_of(args.v_scale, "v_scale", options.kv_heads, device);
+  a.rope = rope_of(options.rope, args.rope_cos, args.rope_sin, device);
   return a;
 }
 
+/// Checks a table of cosines or sines, [positions, columns].
+RopeTable rope_table(const Tensor& t, const char* name, std::int64_t columns, Device device) {
+  require(is_float(t.dtype) && !is_fp8(t.dtype), "{} is {}; fp32, fp16 or bf16 is wanted", name,
+          longspan::name(t.dtype));
+  check_tensor(t, name, t.dtype, device);
+  require(t.dims == 2 && t.shape[0] >= 1 && t.shape[1] == columns,
+          "{} is {}; [positions, {}] is wanted: a column for each pair of the {} elements that are "
+          "rotated (rope.dim)",
+          name, shape_text(t), columns, 2 * columns);
+  require(t.stride[1] == 1 || columns == 1, "{} has stride {} in its last dimension; it must be 1",
+          name, t.stride[1]);
+  return {Floats(t.data, t.dtype), t.stride[0]};
+}
+
 }  // namespace
+
+Rope rope_of(const RopeOptions& options, const Tensor& cos, const Tensor& sin, Device device) {
+  Rope rope;
+  rope.dim = options.dim;
+  rope.interleaved = options.interleaved;
+  const bool has_cos = is_given(cos), has_sin = is_given(sin);
+  if (!has_cos && !has_sin) return rope;
+  require(has_cos && has_sin, "{} is given without {}; a rotation needs both tables",
+          has_cos ? "rope_cos" : "rope_sin", has_cos ? "rope_sin" : "rope_cos");
+  require(options.dim > 0,
+          "rope_cos and rope_sin are given, and the layer has no RoPE: make it "
+          "with rope.dim, the elements that are rotated");
+  rope.cos = rope_table(cos, "rope_cos", options.dim / 2, device);
+  rope.sin = rope_table(sin, "rope_sin", options.dim / 2, device);
+  require(cos.shape[0] == sin.shape[0],
+          "rope_cos has {} positions and rope_sin has {}; they must have the same", cos.shape[0],
+          sin.shape[0]);
+  rope.positions = cos.shape[0];
+  return rope;
+}
 
 template <Element T>
 const T* array_of(const Tensor& t, const char* name, std::int64_t extent, Device device) {

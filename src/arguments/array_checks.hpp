@@ -43,6 +43,8 @@ Slopes slopes_of(const Tensor& t, int batch, int heads, Device device);
 ScaleView scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
 /// Checks an array [width, width] of any float type; width is at least `longest_query`.
 QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
+/// Checks the tables of a rotation, which are both given or neither.
+Rope rope_of(const RopeOptions& options, const Tensor& cos, const Tensor& sin, Device device);
 /// Checks an array [count + 1] of int64.
 Documents documents_of(const Tensor& t, Device device);
 

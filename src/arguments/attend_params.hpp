@@ -31,6 +31,7 @@ inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArray
   p.documents = arrays.documents;
   p.bias.slopes = arrays.slopes;
   p.bias.qq = arrays.qq_bias;
+  p.rope = arrays.rope;
 }
 
 /// Sets the location of the keys and values of an attention or an append.

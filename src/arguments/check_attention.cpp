@@ -56,6 +56,21 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
     throw Unsupported(
         "append to listed keys is not supported: their table says where the keys that are there "
         "stand, not where new ones go; write them with ServingOps::append_kv");
+  if (options.rope.dim > 0 && !a.new_v)
+    throw Unsupported(
+        "RoPE of new keys whose first columns are the values is not supported: the values would be "
+        "rotated too; rotate the rows before, and make the layer without rope.dim");
+}
+
+/// Checks that the tables of RoPE have the positions of all rows, `rows` in all.
+void check_rope_positions(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
+                          const Rope& rope) {
+  if (rope.positions == 0) return;
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t needed =
+        farthest_position(batch.query_len(b, rows), batch.keys(b, shard)) + 1;
+    if (needed > rope.positions) throw_fault({kernels::Fault::rope, b, rope.positions, needed});
+  }
 }
 
 /// Checks that the lengths include the new keys, `rows` in all.
@@ -312,7 +327,9 @@ Append append_of(const AttentionArgs& args) {
           .block_table = args.block_table,
           .key_table = args.key_table,
           .k_scale = args.k_scale,
-          .v_scale = args.v_scale};
+          .v_scale = args.v_scale,
+          .rope_cos = args.rope_cos,
+          .rope_sin = args.rope_sin};
 }
 
 Checked check_attention(const AttentionArgs& args, const Options& options,
@@ -355,11 +372,13 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   if (device == Device::host) {
     check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
     if (grows) check_growth(batch, rows, arrays.keys);
+    check_rope_positions(batch, rows, arrays.keys, arrays.rope);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
     check_documents(arrays.documents);
     check_factors(arrays, options, grows);
-  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
-    check_room(arrays.keys, cache);
+  } else if (arrays.kv_len == nullptr) {
+    if (arrays.query_start == nullptr) check_rope_positions({}, rows, arrays.keys, arrays.rope);
+    if (arrays.keys.layout != Layout::ranges) check_room(arrays.keys, cache);
   }
   return {cache, arrays};
 }
@@ -380,10 +399,13 @@ Checked check_append(const Append& tokens, const Options& options, const Communi
     const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
     check_lengths(batch, tokens.new_k.shape[0], arrays.keys, cache, options.limits.max_kv_len);
     check_growth(batch, tokens.new_k.shape[0], arrays.keys);
+    check_rope_positions(batch, tokens.new_k.shape[0], arrays.keys, arrays.rope);
     check_scales(arrays.k_scale, "k_scale", options.kv_heads, true);
     check_scales(arrays.v_scale, "v_scale", options.kv_heads, true);
-  } else if (arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges) {
-    check_room(arrays.keys, cache);
+  } else if (arrays.kv_len == nullptr) {
+    if (arrays.query_start == nullptr)
+      check_rope_positions({}, tokens.new_k.shape[0], arrays.keys, arrays.rope);
+    if (arrays.keys.layout != Layout::ranges) check_room(arrays.keys, cache);
   }
   return {cache, arrays};
 }

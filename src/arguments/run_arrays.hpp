@@ -4,6 +4,7 @@
 
 #include "longspan/element.hpp"
 #include "longspan/mask.hpp"
+#include "longspan/rope.hpp"
 #include "longspan/score_terms.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/storage.hpp"
@@ -26,6 +27,7 @@ struct RunArrays {
   QqBias qq_bias;
   ScaleView q_scale, k_scale, v_scale;
   const float* out_scale = nullptr;  // [1]
+  Rope rope;                         // without `turns`, which the layer has
 };
 
 }  // namespace longspan

@@ -19,6 +19,30 @@ namespace longspan {
 
 namespace {
 
+/// Throws for a rotation that no row of queries and keys can have.
+void check_rope(const Options& o) {
+  const RopeOptions& rope = o.rope;
+  const bool fits = rope.dim >= 0 && rope.dim <= o.head_dim && rope.dim % 2 == 0;
+  usage(fits,
+        fmt::format("rope.dim {} with head_dim {}: it is an even number of 2 to head_dim, the "
+                    "elements of a row that are rotated, or 0 for no RoPE",
+                    rope.dim, o.head_dim));
+  usage(rope.dim > 0 || rope == RopeOptions{},
+        fmt::format("rope.dim is 0, which is no RoPE, and rope.interleaved ({}), rope.base ({}) or "
+                    "rope.scale ({}) is given: give rope.dim too",
+                    rope.interleaved, rope.base, rope.scale));
+  usage(std::isnormal(rope.base) && rope.base > 0,
+        fmt::format("rope.base is {}; it is a finite number above 0, such as 10000", rope.base));
+  usage(std::isnormal(rope.scale) && rope.scale > 0,
+        fmt::format("rope.scale is {}; it is a finite number above 0, 1 for positions as they are",
+                    rope.scale));
+  if (rope.dim > 0 && is_fp8(o.dtypes.of_query()))
+    throw Unsupported(
+        fmt::format("RoPE with queries of {} is not supported: a rotated row would be rounded to "
+                    "fp8 a second time. Give q as {}, or rotate it before it is quantised",
+                    name(o.dtypes.of_query()), name(o.dtypes.compute)));
+}
+
 /// Throws for options that no call could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
@@ -189,6 +213,7 @@ void check_values(const Options& o, int ranks) {
                     name(o.dtypes.compute)));
   if (o.dtypes.fp8_products) check_fp8_products(o);
   if (o.gradients) check_gradient_options(o);
+  check_rope(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",

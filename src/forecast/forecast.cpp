@@ -120,6 +120,14 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
   return "";
 }
 
+/// The cost of the strategy, and of the layer itself.
+RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, const RunSize& size,
+                Device device) {
+  RunCost cost = entry.cost(options, ranks, size, device);
+  cost.workspace_bytes += rotated_bytes(options);
+  return cost;
+}
+
 }  // namespace
 
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
@@ -136,7 +144,7 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
                     : entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);
-    f.cost = entry.cost(options, ranks, size, device);
+    f.cost = cost_of(entry, options, ranks, size, device);
     if (limit > 0 && f.cost.workspace_bytes > limit)
       f.refusal = fmt::format("it takes {:.4g} MiB of workspace, and max_workspace allows {:.4g}",
                               f.cost.workspace_bytes / (1 << 20), limit / (1 << 20));
@@ -164,7 +172,7 @@ RunCost cost_of(const Options& options, int ranks, const RunSize& size, Device d
   const Machine machine = built_in_machine(Device::host);
   const StrategyInfo& strategy = choose_strategy(options, ranks, machine);
   check_size(size, options);
-  return entry_of(strategy).cost(options, ranks, size, device);
+  return cost_of(entry_of(strategy), options, ranks, size, device);
 }
 
 RunSize largest_run(const Options& options, int ranks) {

@@ -25,6 +25,7 @@
 #include "src/base/device_guard.hpp"
 #include "src/base/trace.hpp"
 #include "src/layer/layer_memory.hpp"
+#include "src/layer/rotation.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -69,6 +70,7 @@ struct Attention::Impl {
   std::optional<ListedPositions> listed;
   std::int64_t* key_start = nullptr;  // [max_batch]
   Buffer ticket;                      // AttendParams::ticket; CUDA only
+  RotatedRows rotated;                // with RoPE
   std::unique_ptr<Strategy> strategy;
   ExchangeInfo exchange;
   FaultBox faults;                     // on CUDA, with check_arrays
@@ -76,7 +78,7 @@ struct Attention::Impl {
                                        // size once
 
   Impl(const Communicator& communicator, const Options& given)
-      : world(communicator), options(given), memory(world) {
+      : world(communicator), options(given), memory(world), rotated(options) {
     const DeviceGuard guard(world.gpu());
     const bool on_host = world.device() == Device::host;
     runs.emplace(world, "attention",
@@ -90,7 +92,7 @@ struct Attention::Impl {
       throw Unsupported("gradients (Options::gradients) on a GPU are not supported yet");
     strategy = entry_of(*info).make({options, *kernels, comm::transport_of(world), bounds()});
     if (options.debug.profile) {
-      const int marks = strategy->most_marks() + 1;
+      const int marks = strategy->most_marks() + 2;  // a rotation has one of its own
       clock.emplace(kernels->timer(marks), marks);
     }
     listed.emplace(comm::transport_of(world), options);
@@ -144,6 +146,7 @@ struct Attention::Impl {
     p.shard.rank = world.rank();
     p.shard.ranks = world.size();
     set_options(p, options);
+    p.rope = rope_of(options.rope, {}, {}, world.device());
     p.invariant = options.invariant;
     p.max_kv_len = options.limits.max_kv_len;
     p.max_query_len = options.limits.max_query_len;
@@ -153,6 +156,7 @@ struct Attention::Impl {
   void lay_out(Parts& parts) {
     strategy->lay_out(parts);
     key_start = parts.take_array<std::int64_t>(static_cast<std::size_t>(options.limits.max_batch));
+    rotated.lay_out(parts);
     runs->lay_out(parts);
   }
 
@@ -160,6 +164,7 @@ struct Attention::Impl {
     memory.allocate([this](Parts& parts) { lay_out(parts); },
                     [this] {
                       runs->allocate(*kernels, compares_contents());
+                      rotated.allocate(world.device());
                       if (world.device() == Device::host) return;
                       const int zero = 0;
                       ticket = Buffer(world.device(), sizeof zero);
@@ -186,6 +191,7 @@ struct Attention::Impl {
     p.tokens = count_rows(args.q);
     set_arrays(p, args.q, arrays);
     set_cache(p, cache);
+    p.rope = rotated.rope(arrays);
     p.batch.key_start = needs_key_start(run) ? key_start : nullptr;
     p.batch.skip_decode = args.skip_decode;
     p.batch.key_pitch = cache.pages ? 0 : cache.pitch;
@@ -237,6 +243,7 @@ struct Attention::Impl {
     p.shard = arrays.keys;
     p.k_scale = arrays.k_scale;
     p.v_scale = arrays.v_scale;
+    p.rope = rotated.rope(arrays);
     return p;
   }
 
@@ -251,6 +258,7 @@ struct Attention::Impl {
     p.geometry.max_query_len = 0;  // the limit is for queries; a longer prompt may be appended
     p.is_append = true;
     p.slot_count = cache.keys;
+    p.rope_positions = append.rope.positions;
     return p;
   }
 
@@ -311,7 +319,9 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   const Checked checked = layer.runs->checked(
       [&] { return check_attention(args, layer.options, layer.world); }, described);
   layer.runs->check();
-  const Run run = layer.make_run(args, checked, stream);
+  AttentionArgs turned = args;  // with RoPE, strategies see the rotated rows as q
+  if (layer.rotated) turned.q = layer.rotated.view(args.q);
+  const Run run = layer.make_run(turned, checked, stream);
   Pass pass(run);
   layer.strategy->prepare(pass);
   layer.runs->checked([&] { layer.kernels->check(pass.attend); }, described);
@@ -319,11 +329,13 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   if (layer.clock) layer.clock->restart();
   layer.find_key_starts(checked, stream);
   kernels::CheckParams checks = checks_of(pass.attend, checked.cache.keys);
+  checks.sequence_rows = token_rows_of(args.q).gap.rows;
   if (pass.keys_travel) checks.geometry = run.all_rows();
   checks.most_keys = layer.options.limits.max_total_keys;
   layer.check_arrays(checks, stream);
   layer.check_listed(pass);
   if (args.new_k) layer.give_new_keys(pass.attend, append_of(args), checked, stream);
+  if (layer.rotated) layer.rotated.rotate(run, token_rows_of(args.q), *layer.kernels);
   layer.strategy->queue(pass);
   run.enter(Phase::merge);  // the end of the last phase
 }

@@ -91,6 +91,12 @@ struct AttentionArgs {
   Tensor new_k = {};
   Tensor new_v = {};  ///< the values of new_k; left out where v is the first columns of k
 
+  /// Options::rope by tables, of fp32, fp16 or bf16 and with any row stride: the cosine of pair i
+  /// at each position. The positions of the whole sequences, new keys included, must be in it. (On
+  /// GPUs a row past its end becomes NaN.) Optional; without it base and scale are used.
+  Tensor rope_cos = {};  ///< [positions, rope.dim / 2]
+  Tensor rope_sin = {};  ///< the sines, like rope_cos
+
   Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
   Tensor slopes = {};        ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};       ///< [width, width] between the new tokens (score.hpp); optional
@@ -117,6 +123,8 @@ struct Append {
   Tensor key_table = {};        ///< as in AttentionArgs
   Tensor k_scale = {};          ///< [1] or [kv_heads] fp32; a cache of fp8 stores x / scale
   Tensor v_scale = {};          ///< like k_scale; as in AttentionArgs
+  Tensor rope_cos = {};         ///< as in AttentionArgs
+  Tensor rope_sin = {};         ///< as in AttentionArgs
 };
 
 /// Backward of one run: its arguments, the gradients of its results, and places for the gradients

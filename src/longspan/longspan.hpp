@@ -14,6 +14,7 @@
 #include "longspan/options.hpp"
 #include "longspan/order.hpp"
 #include "longspan/reshard.hpp"
+#include "longspan/rope.hpp"
 #include "longspan/serving.hpp"
 #include "longspan/shard.hpp"
 #include "longspan/state.hpp"

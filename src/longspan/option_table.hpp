@@ -101,6 +101,11 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
 
   visit_score_options(o.score, visit);
 
+  is("", "rope.dim", "rotary_dim", "--rope", o.rope.dim);
+  is("", "rope.interleaved", "rotary_interleaved", "--rope-interleaved", o.rope.interleaved);
+  is("", "rope.base", "rope_theta", "--rope-theta", o.rope.base);
+  is("", "rope.scale", "rope_scale", "--rope-scale", o.rope.scale);
+
   is("limits.", "max_tokens", "max_queries", nullptr, o.limits.max_tokens);
   is("limits.", "max_batch", "max_batch", nullptr, o.limits.max_batch);
   is("limits.", "max_kv_len", "max_seqlen_k", nullptr, o.limits.max_kv_len);
@@ -168,6 +173,9 @@ constexpr void visit_arguments(Args& a, const Visit& visit) {
   is("query_table", "query_table", ranges, a.query_table);
   is("new_k", "k_new", given, a.new_k);
   is("new_v", "v_new", given, a.new_v);
+  is("rope_cos", "rotary_cos", given, a.rope_cos,
+     "its values, whose comparison would read a whole table; whether it is given is compared");
+  is("rope_sin", "rotary_sin", given, a.rope_sin, "as rope_cos");
   is("q_scale", "q_descale", contents, a.q_scale);
   is("k_scale", "k_descale", contents, a.k_scale);
   is("v_scale", "v_descale", contents, a.v_scale);

@@ -57,6 +57,19 @@ struct ScoreOptions {
   bool operator==(const ScoreOptions&) const = default;
 };
 
+/// RoPE: rotates queries, and new keys as they are appended, by their positions (rope.hpp). Keys
+/// that are already in the cache, or given without new_k, are rotated already.
+struct RopeOptions {
+  int dim = 0;               ///< first elements of a row that are rotated, an even number; 0: off
+  bool interleaved = false;  ///< pairs are (2i, 2i + 1), otherwise (i, i + dim / 2)
+  float base = 10000.0f;  ///< theta: pair i turns by base^(-2i / dim) for each position. Not read
+                          ///< with tables (AttentionArgs::rope_cos), as scale
+  float scale = 1.0f;     ///< positions are divided by it
+
+  /// Whether all members are equal.
+  bool operator==(const RopeOptions&) const = default;
+};
+
 /// The largest run of a layer. Memory is allocated for it when the layer is made.
 struct Limits {
   std::int64_t max_tokens = 1;      ///< most query rows in one run, over the batch; with sharded
@@ -141,6 +154,7 @@ struct Options {
   DTypes dtypes = {};                 ///< element types
   Mask mask = {};                     ///< which keys a query sees
   ScoreOptions score = {};            ///< how scores are made from q.k
+  RopeOptions rope = {};              ///< how positions rotate q and new keys; off by default
   Limits limits = {};                 ///< the largest run
 
   Sharding keys = {};  ///< how the keys of each sequence are distributed over the ranks

@@ -82,6 +82,10 @@ double key_row_bytes(const Options& o) {
 }
 double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
 
+double rotated_bytes(const Options& o) {
+  return o.rope.dim > 0 ? static_cast<double>(o.limits.max_tokens) * query_row_bytes(o) : 0.0;
+}
+
 double state_slot_bytes(const Options& o, double rows, int heads) {
   const double states = rows * heads;
   return std::ceil(states * 8.0 / 16.0) * 16.0 + 4.0 * states * o.of_values();

@@ -181,6 +181,8 @@ void require_exchange(const Options& options, bool is_had, const std::string& wh
 double query_row_bytes(const Options& options);
 double key_row_bytes(const Options& options);
 double state_row_bytes(const Options& options);
+/// The bytes of the rotated query rows of the largest run, which a layer with RoPE keeps.
+double rotated_bytes(const Options& options);
 /// The bytes of a slot of states, with `rows` rows of `heads` heads (kernels::StateSlots).
 double state_slot_bytes(const Options& options, double rows, int heads);
 

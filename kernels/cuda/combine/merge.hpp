@@ -24,6 +24,7 @@ void fold_parts_finished(const AttendParams& p, const WorkPlan& plan, const Merg
                          cudaStream_t stream);
 void map_rows(const MapParams& params, cudaStream_t stream);
 void place_rows(const PlaceParams& params, cudaStream_t stream);
+void rotate_rows(const RotateParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);
 void row_starts(const RowStartParams& params, cudaStream_t stream);
 void copy_keys(const CopyKeysParams& params, cudaStream_t stream);

@@ -138,6 +138,9 @@ class CudaBackend final : public Backend {
   void place_rows(const PlaceParams& p, Stream stream) const override {
     cuda::place_rows(p, stream_of(stream));
   }
+  void rotate_rows(const RotateParams& p, Stream stream) const override {
+    cuda::rotate_rows(p, stream_of(stream));
+  }
   void key_starts(const KeyStartParams& p, Stream stream) const override {
     cuda::key_starts(p, stream_of(stream));
   }

@@ -88,8 +88,8 @@ constexpr CudaFamily decode() {
   // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
   family.writes_new_keys = [](const AttendParams& p) {
     return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
-           !p.documents && p.shard.layout != Layout::listed && is_aligned<8>(p.new_k, p.dtype) &&
-           is_aligned<8>(p.new_v, p.dtype);
+           !p.rope && !p.documents && p.shard.layout != Layout::listed &&
+           is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
   };
   return family;
 }

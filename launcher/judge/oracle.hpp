@@ -11,8 +11,10 @@
 #include <limits>
 #include <optional>
 #include <span>
+#include <utility>
 
 #include "longspan/mask.hpp"
+#include "longspan/options.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::launcher {
@@ -51,6 +53,32 @@ inline double alibi_term(Alibi alibi, std::int64_t i, std::int64_t j, std::int64
   const auto ahead = static_cast<double>(i - j);
   if (alibi == Alibi::context) return static_cast<double>(j - context_len);
   return alibi == Alibi::query ? -std::abs(ahead) : -std::sqrt(std::max(ahead, 0.0));
+}
+
+/// Rotates a row by RoPE: `cos_sin(i)` is the cosine and the sine of pair i.
+template <class CosSin>
+void rotate_exactly(Eigen::Ref<Eigen::VectorXd> row, const RopeOptions& rope,
+                    const CosSin& cos_sin) {
+  const int half = rope.dim / 2;
+  for (int i = 0; i < half; ++i) {
+    double& x = row[rope.interleaved ? 2 * i : i];
+    double& y = row[rope.interleaved ? 2 * i + 1 : half + i];
+    const auto [cos, sin] = cos_sin(i);
+    const double turned = x * cos - y * sin;
+    y = x * sin + y * cos;
+    x = turned;
+  }
+}
+
+/// The same by the angles of a position. A long double keeps those of large positions.
+inline void rotate_exactly(Eigen::Ref<Eigen::VectorXd> row, const RopeOptions& rope,
+                           std::int64_t position) {
+  rotate_exactly(row, rope, [&](int i) {
+    const long double power = -2.0L * i / rope.dim;
+    const long double angle = static_cast<long double>(position) / rope.scale *
+                              std::pow(static_cast<long double>(rope.base), power);
+    return std::pair(static_cast<double>(std::cos(angle)), static_cast<double>(std::sin(angle)));
+  });
 }
 
 struct Exact {

@@ -2,15 +2,10 @@
 
 #include <cmath>
 #include <numbers>
-#include <vector>
 
 #include "src/arguments/tensor_checks.hpp"
 
 namespace longspan {
-namespace {
-
-/// The turns of each pair for one position, times 2^64, modulo 2^64. A long double has the 64 bits
-/// that keep the angles of positions of 31 bits exact to fp32.
 std::vector<std::uint64_t> turns_of(const RopeOptions& rope) {
   std::vector<std::uint64_t> turns;
   for (int pair = 0; pair < rope.dim / 2; ++pair) {
@@ -21,8 +16,6 @@ std::vector<std::uint64_t> turns_of(const RopeOptions& rope) {
   }
   return turns;
 }
-
-}  // namespace
 
 void RotatedRows::lay_out(Parts& memory) {
   if (!*this) return;

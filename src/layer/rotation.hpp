@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/backend.hpp"
 #include "longspan/buffer.hpp"
@@ -14,6 +15,10 @@
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
+
+/// The turns of each pair for one position, times 2^64, modulo 2^64. A long double has the 64 bits
+/// that keep the angles of positions of 31 bits exact to fp32.
+std::vector<std::uint64_t> turns_of(const RopeOptions& rope);
 
 class RotatedRows {
  public:

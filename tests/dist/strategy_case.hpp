@@ -55,7 +55,9 @@ struct StrategyCase {
       << " window " << shape.mask.window << "," << shape.mask.right << " softcap " << shape.softcap
       << (shape.alibi ? " alibi" : "") << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
       << (shape.documents.empty() ? "" : " documents") << (shape.causal.empty() ? "" : " flags")
-      << (grows ? " grows" : "") << " nodes of " << ranks_per_node << " q";
+      << (grows ? " grows" : "") << " rope " << shape.rope.dim
+      << (shape.rope.interleaved ? "i" : "") << (shape.rope_table ? " by tables" : "")
+      << " nodes of " << ranks_per_node << " q";
     for (auto n : shape.query_len) s << " " << n;
     s << " kv";
     for (auto n : shape.kv_len) s << " " << n;
@@ -159,7 +161,16 @@ class Draw {
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
     c.ranks_per_node = draw_ranks_per_node();
+    if (one_in(3)) draw_rope(s);
     return c;
+  }
+
+  void draw_rope(HostShape& s) {
+    s.q_dtype.reset();
+    s.rope = {.dim = 2 * (1 + static_cast<int>(below(s.dim / 2))), .interleaved = one_in(2)};
+    if (one_in(2)) s.rope.base = 500.0f;
+    if (one_in(3)) s.rope.scale = 2.5f;
+    if (one_in(2)) s.rope_table = any({DType::fp32, DType::fp16, DType::bf16});
   }
 
   std::mt19937_64& random() { return random_; }
@@ -195,10 +206,11 @@ class RunArraysOn {
  public:
   RunArraysOn(AttentionArgs& args, Device device) : device_(device) {
     if (device == Device::host) return;
-    for (Tensor* tensor : {&args.q, &args.k, &args.v, &args.query_start, &args.kv_len,
-                           &args.block_table, &args.key_table, &args.query_table, &args.new_k,
-                           &args.new_v, &args.q_scale, &args.k_scale, &args.v_scale, &args.sinks,
-                           &args.slopes, &args.qq_bias, &args.causal, &args.documents})
+    for (Tensor* tensor :
+         {&args.q,           &args.k,         &args.v,           &args.query_start, &args.kv_len,
+          &args.block_table, &args.key_table, &args.query_table, &args.new_k,       &args.new_v,
+          &args.q_scale,     &args.k_scale,   &args.v_scale,     &args.sinks,       &args.slopes,
+          &args.qq_bias,     &args.causal,    &args.documents,   &args.rope_cos,    &args.rope_sin})
       copy(*tensor);
     out_ = copy(args.out);
     lse_ = copy(args.lse.tensor);
@@ -258,6 +270,7 @@ class CaseRun {
               .dtypes = {.compute = s.dtype, .query = s.q_dtype, .kv = s.kv_dtype},
               .mask = s.mask,
               .score = {.softcap = s.softcap},
+              .rope = s.rope,
               .keys = case_.keys.rule,
               .strategy = strategy,
               .ranks_per_node = case_.ranks_per_node,
@@ -404,7 +417,7 @@ class CaseRun {
         const std::int64_t position = s.kv_len[b] - s.query_len[b] + t;
         const std::int64_t from = (problem_.key_start[b] + position) * problem_.kv_stride() * size,
                            to = (problem_.query_start[b] + t) * row * size;
-        std::memcpy(new_k_.bytes.data() + to, problem_.k.bytes.data() + from,
+        std::memcpy(new_k_.bytes.data() + to, problem_.new_k.bytes.data() + from,
                     static_cast<std::size_t>(row * size));
         std::memcpy(new_v_.bytes.data() + to, problem_.v.bytes.data() + from,
                     static_cast<std::size_t>(row * size));
@@ -491,6 +504,10 @@ class CaseRun {
                   {problem_.qq_width() + HostProblem::kGap, 1});
     if (!s.causal.empty()) a.causal = Tensor(s.causal.data(), {batch});
     if (!s.documents.empty()) a.documents = Tensor(s.documents.data(), {std::ssize(s.documents)});
+    if (problem_.tables) {
+      a.rope_cos = problem_.tables->view(problem_.tables->cos);
+      a.rope_sin = problem_.tables->view(problem_.tables->sin);
+    }
     if (case_.grows) {
       a.new_k = Tensor(new_k_.data(), type, {problem_.tokens(), kv, dim});
       a.new_v = Tensor(new_v_.data(), type, {problem_.tokens(), kv, dim});

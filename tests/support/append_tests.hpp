@@ -4,6 +4,8 @@
 
 #include <numeric>
 
+#include "launcher/judge/oracle.hpp"
+#include "src/layer/rotation.hpp"
 #include "tests/support/on_device.hpp"
 
 namespace longspan::tests {
@@ -22,6 +24,7 @@ struct AppendCase {
   bool scales = false, per_head = false;
   bool per_key = false;  // scales of each key and kv head, with room between keys and pages
   Shard shard = {};
+  RopeOptions rope = {};  // without slots
   std::vector<std::int32_t> query_len = {3, 0, 20, 1}, kv_len = {100, 7, 20, 65};
 
   /// The scales of a key and of a page, where each key has its own.
@@ -36,7 +39,8 @@ inline std::ostream& operator<<(std::ostream& out, const AppendCase& c) {
              << name(c.dtype) << " -> " << name(c.kv_dtype) << " dim " << c.dim << "/"
              << c.columns(false) << (c.keys_only ? " keys only" : "") << " page " << c.page << " x "
              << c.x << " gap " << c.gap << " offset " << c.offset << " scales " << c.scales
-             << c.per_head << c.per_key << " " << name(c.shard.layout);
+             << c.per_head << c.per_key << " " << name(c.shard.layout) << " rope " << c.rope.dim
+             << (c.rope.interleaved ? "i" : "");
 }
 
 class Append : public OnDevice {
@@ -86,6 +90,37 @@ class Append : public OnDevice {
     const std::int64_t of_head = (page * c.kv_heads + head) * (dim * c.page + c.gap);
     return c.offset + of_head +
            (is_key ? (d / c.x * c.page + row) * c.x + d % c.x : std::int64_t{d} * c.page + row);
+  }
+
+  /// The keys, compared with float64 and one rounding. Whatever is not written stays as it was.
+  void expect_rotated(const AppendCase& c, const std::vector<std::byte>& got,
+                      const std::vector<std::byte>& fresh, const std::vector<float>& scales,
+                      const std::vector<std::int64_t>& slots,
+                      const std::vector<std::int32_t>& starts) {
+    const std::int64_t width = c.dim + c.gap, row = c.kv_heads * width + c.gap;
+    std::vector<std::byte> untouched = got;
+    for (std::size_t b = 0; b < c.kv_len.size(); ++b)
+      for (std::int64_t t = starts[b]; t < starts[b + 1]; ++t)
+        for (int h = 0; h < c.kv_heads && slots[t] >= 0; ++h) {
+          Eigen::VectorXd key(c.dim);
+          for (int d = 0; d < c.dim; ++d)
+            key[d] = load_element(fresh.data(), c.dtype, c.offset + t * row + h * width + d);
+          const double size = key.cwiseAbs().maxCoeff();
+          launcher::rotate_exactly(key, c.rope, c.kv_len[b] - starts[b + 1] + t);
+          const double factor = scales.empty() ? 1.0 : scales[scale_at(c, slots[t], h)];
+          for (int d = 0; d < c.dim; ++d) {
+            const std::int64_t at = place(c, true, slots[t], h, d);
+            double expected = key[d] / factor;
+            if (is_fp8(c.kv_dtype))
+              expected = std::clamp(expected, -largest(c.kv_dtype), largest(c.kv_dtype));
+            ASSERT_NEAR(load_element(got.data(), c.kv_dtype, at), expected,
+                        one_rounding(c.kv_dtype, expected, size / factor))
+                << c << " token " << t << " element " << d;
+            const std::size_t bytes = size_of(c.kv_dtype);
+            std::fill_n(untouched.begin() + at * bytes, bytes, std::byte{0xff});
+          }
+        }
+    EXPECT_EQ(untouched, std::vector<std::byte>(got.size(), std::byte{0xff})) << c;
   }
 
   /// The place of a head's scale among all scales.
@@ -191,6 +226,10 @@ class Append : public OnDevice {
                                             .row_stride = c.per_key ? c.scales_of_key() : 0,
                                             .head_stride = c.per_head || c.per_key ? 1 : 0};
     }
+    const auto turns = on_device(turns_of(c.rope));
+    p.rope.dim = c.rope.dim;
+    p.rope.interleaved = c.rope.interleaved;
+    p.rope.turns = turns.data();
     backend().append(p, {});
 
     for (int n : {0, 1}) {
@@ -204,10 +243,35 @@ class Append : public OnDevice {
             if (c.scales) value /= scales[n][scale_at(c, slots[t], h)];
             store_element(expected.data(), c.kv_dtype, place(c, n == 0, slots[t], h, d), value);
           }
-      EXPECT_TRUE(got == expected) << (n == 0 ? "keys of " : "values of ") << c;
+      if (n == 0 && c.rope.dim > 0)
+        expect_rotated(c, got, fresh[0], c.scales ? scales[0] : std::vector<float>{}, slots,
+                       starts);
+      else
+        EXPECT_TRUE(got == expected) << (n == 0 ? "keys of " : "values of ") << c;
     }
   }
 };
+
+/// RoPE in halves and interleaved, of an even and an odd number of pairs, by the position of a key.
+TEST_F(Append, RotatesKeysBeforeTheyAreRounded) {
+  for (auto cache :
+       {AppendCase::Cache::rows, AppendCase::Cache::packed, AppendCase::Cache::contiguous})
+    for (DType kv_dtype : {bf16, e4m3})
+      for (int rotary : {64, 32, 22})
+        for (bool interleaved : {false, true}) {
+          AppendCase c;
+          c.cache = cache;
+          c.slots = false;
+          c.kv_dtype = kv_dtype;
+          c.x = 16 / static_cast<int>(size_of(kv_dtype));
+          c.scales = is_fp8(kv_dtype);
+          c.per_head = true;
+          c.offset = rotary == 32 ? 1 : 0;
+          c.rope = {.dim = rotary, .interleaved = interleaved, .base = 100.0f, .scale = 2.0f};
+          c.shard = Shard::interleaved(0, 1, 2, 16);
+          expect_right(c);
+        }
+}
 
 TEST_F(Append, EveryLayoutAndTypeByTheSlot) {
   for (auto cache :

@@ -18,8 +18,10 @@
 
 #include "kernels/backend.hpp"
 #include "launcher/judge/oracle.hpp"
+#include "launcher/problem/elements.hpp"
 #include "tests/support/host_pages.hpp"
 #include "tests/support/random_elements.hpp"
+#include "tests/support/rope_tables.hpp"
 #include "tests/support/sanitized.hpp"
 
 namespace longspan::tests {
@@ -51,6 +53,8 @@ struct HostShape {
   std::vector<std::int64_t> documents = {};
   bool skip_decode = false;
   kernels::KeyParts parts = {};
+  RopeOptions rope = {};                 // of layers: q is not rotated yet, nor is new_k; k is
+  std::optional<DType> rope_table = {};  // tables of this type in place of base and scale
 };
 
 struct Result {
@@ -79,6 +83,8 @@ class HostProblem {
     fill(q, tokens(), q_stride(), shape.heads * shape.dim, normal_values(seed, 0));
     fill(k, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, normal_values(seed, 1));
     fill(v, key_start.back(), kv_stride(), shape.kv_heads * shape.dim, normal_values(seed, 2));
+    new_k = k;
+    if (shape.rope.dim > 0) rotate_keys();
     std::mt19937 random(seed);
     draw_scales_and_biases(random);
     table_seed_ = static_cast<std::uint32_t>(random());
@@ -312,6 +318,7 @@ class HostProblem {
           if (only) seen = {std::max(seen.begin, only->begin), std::min(seen.end, only->end)};
           Eigen::VectorXd query(shape.dim);
           for (int c = 0; c < shape.dim; ++c) query[c] = q[token * q_stride() + h * shape.dim + c];
+          rotate(query, shape.kv_len[b] - shape.query_len[b] + t, q.dtype);
           const launcher::Exact exact = launcher::attend_exactly(
               query, keys, values, seen, product_scale, shape.softcap,
               sinks ? std::optional<double>((*sinks)[h]) : std::nullopt, biases(b, h, t));
@@ -342,6 +349,8 @@ class HostProblem {
   std::vector<std::int32_t> query_start;  // [batch + 1]
   std::vector<std::int32_t> key_start;    // [batch + 1] of the whole sequences, packed
   Array q, k, v;
+  Array new_k;                                   // k before its rotation
+  std::optional<RopeTables> tables;              // by rope_table
   std::optional<Interval> only;                  // the judge looks only at these keys
   std::vector<float> q_scale, k_scale, v_scale;  // [kv_heads]
   Array slopes;                                  // [heads] or [batch, heads]
@@ -373,6 +382,36 @@ class HostProblem {
     return keys;
   }
 
+ private:
+  /// Rotates a row in float64, and rounds it to the type.
+  void rotate(Eigen::VectorXd& row, std::int64_t position, DType dtype) const {
+    if (shape.rope.dim == 0) return;
+    if (tables)
+      launcher::rotate_exactly(row, shape.rope, [&](int i) { return tables->at(position, i); });
+    else
+      launcher::rotate_exactly(row, shape.rope, position);
+    for (double& element : row) element = launcher::rounded(dtype, static_cast<float>(element));
+  }
+
+  void rotate_keys() {
+    if (shape.rope_table) {
+      std::int64_t positions = 1;
+      for (int b = 0; b < batch(); ++b)
+        positions = std::max<std::int64_t>(
+            {positions, shape.kv_len[b], shape.query_len[b] - shape.kv_len[b] + 1});
+      tables.emplace(shape.rope, positions, *shape.rope_table);
+    }
+    for (int b = 0; b < batch() && !is_fp8(k.dtype); ++b)
+      for (std::int64_t i = 0; i < shape.kv_len[b]; ++i)
+        for (int h = 0; h < shape.kv_heads; ++h) {
+          const std::int64_t at = (key_start[b] + i) * kv_stride() + h * shape.dim;
+          Eigen::VectorXd row(shape.dim);
+          for (int c = 0; c < shape.dim; ++c) row[c] = k[at + c];
+          rotate(row, i, k.dtype);
+          for (int c = 0; c < shape.dim; ++c) k.set(at + c, static_cast<float>(row[c]));
+        }
+  }
+
   /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
   std::vector<double> biases(int b, int head, std::int64_t t) const {
     if (!shape.alibi && !shape.qq) return {};
@@ -397,7 +436,6 @@ class HostProblem {
     return m;
   }
 
- private:
   float scale_of(const std::vector<float>& scales, int kv_head) const {
     return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
   }

@@ -1,18 +1,18 @@
 // Writes new keys and values into this rank's cache. A block takes a row of one tensor; a thread
-// takes eight elements of it if eight are adjacent on both sides, otherwise one.
+// takes eight elements of it if eight are adjacent on both sides, otherwise one. RoPE rotates keys
+// before they are rounded.
 //
 //     cache[slot] = x / scale
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/arch/overlap.cuh"
+#include "kernels/cuda/cache/rotate.cuh"
 #include "kernels/cuda/combine/merge.hpp"
-#include "kernels/cuda/common/convert.cuh"
 #include "kernels/cuda/common/launch.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;
 
 /// The copy for one of the two tensors.
 struct Copy {
@@ -20,40 +20,22 @@ struct Copy {
   KvRows to;
   ScaleView scales;  // of the row in the cache
   int dim;           // of a row of a head
+  bool rotates;
 };
-
-/// Loads kVector elements of any type, aligned to an access. For fp32 they are two chunks.
-__device__ void load_vector(const void* data, DType dtype, std::int64_t at,
-                            float (&values)[kVector]) {
-  alignas(16) uint4 chunks[2];
-  const StorageFormat format = storage_of(dtype);
-  const std::byte* from = static_cast<const std::byte*>(data) + format.bytes(at);
-  if (format.bits == 32) {
-    chunks[0] = reinterpret_cast<const uint4*>(from)[0];
-    chunks[1] = reinterpret_cast<const uint4*>(from)[1];
-  } else if (format.bits == 16) {
-    chunks[0] = *reinterpret_cast<const uint4*>(from);
-  } else {
-    const uint2 half = *reinterpret_cast<const uint2*>(from);
-    chunks[0] = {half.x, half.y, 0, 0};
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) values[i] = load_element(chunks, dtype, i);
-}
 
 template <int kCount>
 __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t token,
                          std::int64_t at) {
   const int pieces = copy.dim / kCount;
+  const std::int64_t position = copy.rotates ? new_position(p, token) : 0;
   for (int i = static_cast<int>(threadIdx.x); i < p.kv_heads * pieces; i += kThreads) {
     const int head = i / pieces, column = (i - head * pieces) * kCount;
-    const std::int64_t from = token * copy.from.row_stride + head * copy.from.head_stride + column;
+    const std::int64_t from = token * copy.from.row_stride + head * copy.from.head_stride;
     const std::int64_t to = at + head * copy.to.head_stride + copy.to.column(column);
     float values[kCount];
-    if constexpr (kCount == 1)
-      values[0] = load_element(copy.from.data, p.dtype, from);
-    else
-      load_vector(copy.from.data, p.dtype, from, values);
+    load_values(copy.from.data, p.dtype, from + column, values);
+    if (copy.rotates)
+      Rotations<kCount>(p.rope, position, column).apply(copy.from.data, p.dtype, from, values);
     if (copy.scales) {
       const float scale = copy.scales.of(head);
 #pragma unroll
@@ -71,8 +53,8 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;
   const bool is_key = blockIdx.y == 0;
-  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}
-                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim};
+  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim, static_cast<bool>(p.rope)}
+                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim, false};
   if (is_key ? wide_k : wide_v)
     copy_row<kVector>(p, copy, token, row.offset(copy.to));
   else

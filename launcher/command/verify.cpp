@@ -35,7 +35,7 @@ std::string features(const Problem& p) {
 
 std::string describe(const Problem& p) {
   const Options& o = p.options;
-  std::string numbers;
+  std::string numbers = rope_text(o.rope);
   for (const auto& [name, value] : score_numbers(o.score))
     numbers += fmt::format(" {} {}", name, value);
   return fmt::format(

@@ -22,6 +22,14 @@ constexpr double kNormBound = 2e-6;
 constexpr double kFp8LseBound = 0x1p-8;
 constexpr double kScoreUnit = 0x1p-23, kFp8ScoreUnit = 0x1p-13;  // units of rounding_of
 
+/// The unit of scores for the bounds. A rotated element is rounded to the type of q, and may become
+/// its neighbour if it lies between two numbers.
+double score_unit(const Options& o) {
+  if (o.dtypes.fp8_products) return kFp8ScoreUnit;
+  if (o.rope.dim == 0 || o.dtypes.compute == DType::fp32) return kScoreUnit;
+  return o.dtypes.compute == DType::fp16 ? 0x1p-10 : 0x1p-7;
+}
+
 /// |a - b|, where two NaNs or two equal infinities agree, and only one is an infinite error.
 double distance(double a, double b) {
   if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
@@ -86,6 +94,10 @@ Expected expect(const Problem& problem, std::int64_t at, int b, std::int64_t t, 
   const double factor = factor_of(problem.q_scale, head / (o.heads / o.kv_heads));
   Eigen::VectorXd q(o.head_dim);
   for (int d = 0; d < o.head_dim; ++d) q[d] = factor * load(row.data(), problem.q.dtype, d);
+  if (o.rope.dim > 0) {
+    rotate_exactly(q, o.rope, problem.kv_lens[b] - problem.q_lens[b] + t);
+    for (double& element : q) element = rounded(problem.q.dtype, static_cast<float>(element));
+  }
   std::optional<float> sink;
   if (!problem.sinks.empty()) sink = problem.sinks[head];
 
@@ -98,7 +110,7 @@ Expected expect(const Problem& problem, std::int64_t at, int b, std::int64_t t, 
                      sink, o.dtypes.fp8_products ? DType::e4m3 : o.dtypes.compute,
                      Stored{problem.out_dtype(), static_cast<float>(unit_of(problem))}, bias);
   Rounding rounding = rounding_of(q, keys, values, visible, problem.scale(), o.score.softcap, bias,
-                                  exact, o.dtypes.fp8_products ? kFp8ScoreUnit : kScoreUnit);
+                                  exact, score_unit(o));
   return {std::move(exact), std::move(plain), std::move(rounding)};
 }
 

@@ -68,6 +68,12 @@ ScoreNumbers score_numbers(const ScoreOptions& options) {
   return numbers;
 }
 
+std::string rope_text(const RopeOptions& rope) {
+  if (rope.dim == 0) return "";
+  return fmt::format(" rope {}{} theta {} scale {}", rope.dim,
+                     rope.interleaved ? " interleaved" : "", rope.base, rope.scale);
+}
+
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,
                 const Attention& layer) {
   const Options& o = layer.options();
@@ -96,6 +102,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.causal = o.mask.causal;
   r.window = o.mask.window;
   r.score = score_numbers(o.score);
+  r.rope = o.rope;
   r.alibi = options.alibi;
   r.lengths = options.lengths;
   const std::size_t own[] = {layer.workspace_bytes(), layer.exchange().peer_bytes};
@@ -164,6 +171,7 @@ std::string header(const Report& r) {
   std::string score;
   for (const auto& [name, value] : r.score)
     if (value != 0) score += fmt::format("{} {} ", name, value);
+  if (r.rope.dim > 0) score += rope_text(r.rope).substr(1) + " ";
   std::string text = fmt::format(
       "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
       r.shard, r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
@@ -230,6 +238,11 @@ ordered_json case_of(const Report& r) {
                     {"window", r.window}};
   for (const auto& [name, value] : r.score) made[name] = value;
   made["alibi"] = r.alibi;
+  if (r.rope.dim > 0)
+    made["rope"] = {{"dim", r.rope.dim},
+                    {"interleaved", r.rope.interleaved},
+                    {"theta", r.rope.base},
+                    {"scale", r.rope.scale}};
   made["shard"] = r.shard;
   made["shard_queries"] = r.shard_queries;
   made["invariant"] = r.invariant;

@@ -52,6 +52,7 @@ struct Report {
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
   ScoreNumbers score;
+  RopeOptions rope;
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most
@@ -73,6 +74,9 @@ struct Report {
 
 /// The plain numbers of a score, with their names: 0 where they are off.
 ScoreNumbers score_numbers(const ScoreOptions& options);
+
+/// " rope 64 interleaved theta 10000 scale 1"; empty without RoPE.
+std::string rope_text(const RopeOptions& rope);
 
 /// Describes the run. Collective.
 Report describe(const Communicator& world, const Problem& problem, const RunOptions& options,

@@ -205,6 +205,25 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->check(one_of(choice_names<Alibi>()))
       ->group(attention);
 
+  app.add_option(
+         "--rope", o.rope.dim,
+         "RoPE: the first elements of a query row that its position rotates, an even number; "
+         "keys are taken as rotated [none]")
+      ->transform(whole(2, kMaxHeadDim))
+      ->group(attention);
+  app.add_flag("--rope-interleaved", o.rope.interleaved,
+               "Rotate the pairs (2i, 2i + 1), not (i, i + rope / 2)")
+      ->group(attention);
+  app.add_option("--rope-theta", o.rope.base,
+                 "Rotate pair i by theta^(-2i / rope) for each position")
+      ->check(single_precision(true))
+      ->capture_default_str()
+      ->group(attention);
+  app.add_option("--rope-scale", o.rope.scale, "Divide positions by it before they rotate")
+      ->check(single_precision(true))
+      ->capture_default_str()
+      ->group(attention);
+
   app.add_flag("--fp8-products", o.fp8_products,
                "On Hopper: multiply e4m3, with weights rounded to it. Needs --qkv-dtype e4m3")
       ->group(attention);

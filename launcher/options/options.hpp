@@ -49,6 +49,7 @@ struct RunOptions {
   Mask mask;
   ScoreOptions score;
   std::string alibi;  // the name of an Alibi; empty: no slopes
+  RopeOptions rope;   // of q; k is taken as rotated
   bool fp8_products = false;
   bool bf16_products = false;
 

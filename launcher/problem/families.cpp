@@ -192,6 +192,29 @@ Family scores(const Sweep& sweep) {
   return family;
 }
 
+/// RoPE of the query rows: their keys are taken as rotated.
+Family ropes(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 15);
+  for (DType dtype : kDTypes) {
+    for (const int rotary : {2, 22, 64, 128}) {
+      for (const bool interleaved : {false, true}) {
+        Problem p = make(
+            sweep, {.dtype = dtype, .dim = 128, .q_lens = {40, 1, 70}, .kv_lens = {700, 90, 50}},
+            1500 + rotary);
+        p.options.mask.causal = below(random, 2) == 0;
+        p.options.rope = {.dim = rotary, .interleaved = interleaved};
+        if (rotary == 22) p.options.rope.base = 500.0f;
+        if (rotary == 64) p.options.rope.scale = 4.0f;
+        p.keys = rule(kRules[below(random, std::size(kRules))]);
+        if (below(random, 2) == 0) p.queries = p.keys;
+        family.problems.push_back(std::move(p));
+      }
+    }
+  }
+  return family;
+}
+
 Family batches(const Sweep& sweep) {
   Family family;
   const LengthList q_lens{3, 1, 0, 5, 40, 2}, kv_lens{500, 1, 77, 0, 1000, 129};
@@ -290,6 +313,7 @@ Family bits(const Sweep& sweep) {
         Problem p = make(sweep, {.dtype = dtype, .q_lens = {5}, .kv_lens = {kv}}, 900);
         p.options.mask.causal = true;
         p.options.invariant = true;
+        if (layout.second != kSegment) p.options.rope.dim = 64;
         p.keys = rule(layout);
         family.problems.push_back(std::move(p));
       }
@@ -319,6 +343,9 @@ Family everything(const Sweep& sweep) {
     p.keys = rule(kRules[below(random, std::size(kRules))]);
     p.queries = rule(kRules[below(random, std::size(kRules))]);
     if (!shards_queries) p.queries.reset();
+    if (below(random, 3) == 0)
+      p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
+                        .interleaved = below(random, 2) == 0};
     if (below(random, 3) == 0)
       p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
     family.problems.push_back(std::move(p));
@@ -501,11 +528,21 @@ Family serving(const Sweep& sweep) {
   return family;
 }
 
-constexpr FamilyMaker kMakers[] = {
-    {"shapes", shapes},   {"shards", shards},           {"masks", masks},   {"scores", scores},
-    {"batches", batches}, {"queries", sharded_queries}, {"empty", empties}, {"nan", nans},
-    {"same bits", bits},  {"everything", everything},   {"paged", paged},   {"biases", biases},
-    {"fp8", fp8},         {"serving", serving}};
+constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
+                                   {"shards", shards},
+                                   {"masks", masks},
+                                   {"scores", scores},
+                                   {"rope", ropes},
+                                   {"batches", batches},
+                                   {"queries", sharded_queries},
+                                   {"empty", empties},
+                                   {"nan", nans},
+                                   {"same bits", bits},
+                                   {"everything", everything},
+                                   {"paged", paged},
+                                   {"biases", biases},
+                                   {"fp8", fp8},
+                                   {"serving", serving}};
 
 }  // namespace
 

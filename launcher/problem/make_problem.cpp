@@ -107,6 +107,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                                 .bf16_products = o.bf16_products},
                      .mask = o.mask,
                      .score = o.score,
+                     .rope = o.rope,
                      .invariant = o.invariant,
                      .strategy = o.strategy,
                      .ranks_per_node = o.ranks_per_node,

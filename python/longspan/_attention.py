@@ -62,6 +62,23 @@ def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
     return cache_seqlens + more
 
 
+def _rotary_dim(q, rotary_cos, rope_theta, rope_scale):
+    """Elements of a row that RoPE rotates, where rotary_dim is not given."""
+    if rotary_cos is not None:
+        shape = getattr(rotary_cos, "shape", None)
+        if shape is None:
+            raise TypeError(f"rotary_cos is of type '{type(rotary_cos).__name__}'; an array is wanted")
+        if len(shape) != 2:
+            raise InputError(f"rotary_cos is {list(shape)}; [positions, rotary_dim / 2] is wanted")
+        return 2 * shape[1]
+    if rope_theta is rope_scale is None:
+        return 0
+    shape = getattr(q, "shape", None)
+    if not shape:
+        raise TypeError(f"q is of type '{type(q).__name__}'; an array is wanted")
+    return shape[-1]
+
+
 def attend(
     q: Array,
     k: Array,
@@ -85,6 +102,12 @@ def attend(
     out_scale: Numbers | None = None,
     documents: Numbers | None = None,
     qq_bias: Array | None = None,
+    rotary_cos: Array | None = None,
+    rotary_sin: Array | None = None,
+    rotary_dim: int | None = None,
+    rotary_interleaved: bool = False,
+    rope_theta: float | None = None,
+    rope_scale: float | None = None,
     keys: Layout | Sharding = "contiguous",
     queries: Layout | Sharding | None = None,
     results: Part | Layout | Sharding = "all",
@@ -142,6 +165,15 @@ def attend(
         documents: [count + 1] starts of documents packed in the one sequence: a query sees only its
             own document.
         qq_bias: [width, width] added to the scores between the new tokens.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], float32, float16 or bfloat16: RoPE. Each
+            row of q is rotated by its position in the whole sequence, and k_new likewise before it is
+            written. Other keys are taken as rotated.
+        rotary_dim: the first elements of a row that are rotated, an even number. None is what the
+            tables have columns for; without tables head_dim where rope_theta or rope_scale is given,
+            and otherwise 0, no RoPE.
+        rotary_interleaved: pairs are (2i, 2i + 1); False is (i, i + rotary_dim / 2).
+        rope_theta, rope_scale: without tables, pair i is rotated by position / rope_scale *
+            rope_theta ** (-2 i / rotary_dim); None is 10000 and 1.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
             parts in rank order. With total_keys or cache_seqlens these are the parts that
             longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
@@ -198,6 +230,8 @@ def attend(
             block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries)
     if k_new is not None:
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+    if rotary_dim is None:
+        rotary_dim = _rotary_dim(q, rotary_cos, rope_theta, rope_scale)
     return _core.attend(
         q=q, k=k, v=v, out=out, lse=lse, total_keys=total_keys, total_queries=total_queries,
         cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
@@ -207,7 +241,9 @@ def attend(
         whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, comm=comm,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, max_seqlen_k=max_seqlen_k,
         max_seqlen_q=max_seqlen_q, invariant=invariant, strategy=strategy, ranks_per_node=ranks_per_node,
-        exchange=exchange, keys=keys, queries=queries, results=results)
+        exchange=exchange, keys=keys, queries=queries, results=results, rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
+        rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale)
 
 
 class Attention:
@@ -227,6 +263,9 @@ class Attention:
             exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
             run.
+        rotary_dim: the first elements of a row that RoPE rotates, an even number; 0 is none.
+            rotary_interleaved, rope_theta, rope_scale: as in attend. A run may give tables in their
+            place.
         alibi: what slopes multiply: "query", the distance of query and key; "sqrt", its square
             root; or "context", the distance to the first query, as serving engines do.
         max_queries: most query rows in one run, over the batch (with `queries`: on one rank).
@@ -256,7 +295,8 @@ class Attention:
                  dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
                  out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                 alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
+                 rotary_dim: int = 0, rotary_interleaved: bool = False, rope_theta: float = 10000.0,
+                 rope_scale: float = 1.0, alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
                  queries: Layout | Sharding | None = None, results: Part | Layout | Sharding = "all",
                  max_queries: int = 1, max_batch: int = 1,
                  max_seqlen_k: int = 0, max_total_keys: int = 0, max_seqlen_q: int = 0,
@@ -273,7 +313,8 @@ class Attention:
             softcap=softcap, alibi=alibi, max_queries=max_queries, max_batch=max_batch, max_seqlen_k=max_seqlen_k,
             max_total_keys=max_total_keys, max_seqlen_q=max_seqlen_q, invariant=invariant,
             check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
-            exchange=exchange, threads=threads, keys=keys, queries=queries, results=results)
+            exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
+            rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -282,7 +323,8 @@ class Attention:
                  k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                  out_scale: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
-                 documents: Numbers | None = None, total_keys: int | None = None,
+                 documents: Numbers | None = None, rotary_cos: Array | None = None,
+                 rotary_sin: Array | None = None, total_keys: int | None = None,
                  total_queries: int | None = None, key_table: Numbers | None = None,
                  query_table: Numbers | None = None, skip_decode: bool = False,
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
@@ -301,13 +343,15 @@ class Attention:
             key_table=key_table, query_table=query_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, sinks=sinks, alibi_slopes=alibi_slopes,
             qq_bias=qq_bias, documents=documents, skip_decode=skip_decode, return_lse=return_lse, stream=stream,
-            whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message)
+            whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                block_table: Array | None = None, total_keys: int | None = None,
                key_table: Numbers | None = None, k_descale: Numbers | None = None,
-               v_descale: Numbers | None = None, stream: Stream | None = None) -> None:
+               v_descale: Numbers | None = None, rotary_cos: Array | None = None,
+               rotary_sin: Array | None = None, stream: Stream | None = None) -> None:
         """Writes the new keys and values whose positions are this rank's to its k and v.
 
         Args:
@@ -317,6 +361,7 @@ class Attention:
             cu_seqlens_q: [batch + 1], where the new tokens of each sequence begin.
             cache_seqlens: [batch], keys before the new ones, or
             total_keys: keys of the one sequence, the new ones included.
+            rotary_cos, rotary_sin: as in attend; k_new is rotated where the layer has a rotary_dim.
         """
         _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
                                    v_new=v_new, keys=self._dealt_out["keys"], queries=None)
@@ -324,7 +369,7 @@ class Attention:
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         self._layer.append(k_new=k_new, v_new=v_new, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens,
                            block_table=block_table, total_keys=total_keys, key_table=key_table, k_descale=k_descale,
-                           v_descale=v_descale, stream=stream)
+                           v_descale=v_descale, rotary_cos=rotary_cos, rotary_sin=rotary_sin, stream=stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Waits for the stream, at most until the deadline, and raises what went wrong."""

@@ -176,6 +176,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       sinks(given.get<"sinks">(), DType::fp32),
       qq_bias(given.get<"qq_bias">()),
       documents(given.get<"documents">(), DType::int64, stream),
+      rotary_cos(given.get<"rotary_cos">()),
+      rotary_sin(given.get<"rotary_sin">()),
       key_table(given.get<"key_table">(), DType::int64, stream),
       query_table(given.get<"query_table">(), DType::int64, stream),
       given_out(given.get<"out">()),
@@ -249,6 +251,8 @@ void AttendCall::check_gpu(int gpu) const {
                                                       {&sinks, "sinks"},
                                                       {&qq_bias, "qq_bias"},
                                                       {&documents, "documents"},
+                                                      {&rotary_cos, "rotary_cos"},
+                                                      {&rotary_sin, "rotary_sin"},
                                                       {&key_table, "key_table"},
                                                       {&query_table, "query_table"},
                                                       {&given_out, "out"},
@@ -258,6 +262,8 @@ void AttendCall::check_gpu(int gpu) const {
 
 void AttendCall::make_readable(bool sharded_queries) {
   if (sharded_queries ? !is_dense(q.tensor()) : !has_plain_rows(q.tensor())) copies_.take(q, "q");
+  copies_.take_unless_flat(rotary_cos, "rotary_cos");
+  copies_.take_unless_flat(rotary_sin, "rotary_sin");
   copies_.take_unless_flat(k_new, "k_new");
   copies_.take_unless_flat(v_new, "v_new");
   // Pages may have any strides, and writes to a copy would be lost.
@@ -303,6 +309,8 @@ AttentionArgs AttendCall::args() const {
   a.qq_bias = qq_bias.tensor();
   a.causal = causal.tensor();
   a.documents = documents.tensor();
+  a.rope_cos = rotary_cos.tensor();
+  a.rope_sin = rotary_sin.tensor();
   a.skip_decode = skip_decode;
   return a;
 }

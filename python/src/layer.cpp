@@ -48,10 +48,11 @@ class Layer {
               Argument<"cu_seqlens_q"> cu_seqlens_q, Argument<"cache_seqlens"> cache_seqlens,
               Argument<"block_table"> block_table, Argument<"total_keys"> total_keys,
               Argument<"key_table"> key_table, Argument<"k_descale"> k_descale,
-              Argument<"v_descale"> v_descale, Argument<"stream"> stream) {
+              Argument<"v_descale"> v_descale, Argument<"rotary_cos"> rotary_cos,
+              Argument<"rotary_sin"> rotary_sin, Argument<"stream"> stream) {
     Array new_k(k_new);
     const Stream queue = stream_of(stream, new_k.required());
-    Array new_v(v_new);
+    Array new_v(v_new), cos(rotary_cos), sin(rotary_sin);
     const Array keys(k), values(v), starts(cu_seqlens_q, DType::int32, queue),
         lengths(cache_seqlens, DType::int32, queue), table(Array::table(block_table, queue)),
         cut(key_table, DType::int64, queue), k_scale(k_descale, DType::fp32),
@@ -59,6 +60,8 @@ class Layer {
     for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v), &keys, &values})
       array->floats();
     DenseCopies copies(stream);
+    copies.take_unless_flat(cos, "rotary_cos");
+    copies.take_unless_flat(sin, "rotary_sin");
     copies.take_unless_flat(new_k, "k_new");
     copies.take_unless_flat(new_v, "v_new");
     Append a;
@@ -73,6 +76,8 @@ class Layer {
     a.key_table = cut.tensor();
     a.k_scale = k_scale.tensor();
     a.v_scale = v_scale.tensor();
+    a.rope_cos = cos.tensor();
+    a.rope_sin = sin.tensor();
     const std::int64_t batch = new_k.tensor().dims == 4 ? new_k.tensor().shape[0] : 1;
     if (batch == 0) return;  // no sequence grows; nothing is sent, so that no rank waits
     comm_of(held_).alone([&](const Communicator& world) {

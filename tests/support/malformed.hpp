@@ -122,7 +122,7 @@ void Chaos::entry(std::vector<T>& values) {
 
 /// Memory of every call, with room past its end; written memory begins as NaN.
 struct Memory {
-  std::vector<float> q, k, v, new_k, new_v, parts, lses, one, sinks, qq;
+  std::vector<float> q, k, v, new_k, new_v, parts, lses, one, sinks, qq, angles;
   std::vector<float> out, lse, seg_output, seg_max, seg_expsum;
   std::vector<std::int32_t> table = with_room<std::int32_t>({7, 2, 1, 4, 0, 5, 3, 6}),
                             query_start = with_room<std::int32_t>({0, 1, 4}),
@@ -157,6 +157,7 @@ struct Memory {
     fill(lses, 3 * kTokens * kHeads);
     fill(sinks, kHeads);
     fill(qq, 9);
+    fill(angles, kKeys * kDim / 2);
     one.assign(kHeads + kRoom, 1.0f);
     poison();
   }
@@ -194,6 +195,8 @@ struct Memory {
   Tensor block_table() { return Tensor(table.data(), {kBatch, kColumns}); }
   Tensor starts() { return Tensor(query_start.data(), {kBatch + 1}); }
   Tensor lengths() { return Tensor(kv_len.data(), {kBatch}); }
+  /// Cosines or sines for all elements of a row.
+  Tensor rotation() { return Tensor(angles.data(), {kKeys, kDim / 2}); }
   Tensor bias() { return Tensor(qq.data(), {3, 3}); }
   template <class Args>
   Args paged(const ServingOps& kernels) {

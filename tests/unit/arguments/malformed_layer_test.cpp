@@ -90,6 +90,10 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
         o.results.part = ResultPart::heads;
         layers.emplace_back(self(), o);
         o = layer_options();
+        o.rope = {.dim = kDim, .interleaved = true};
+        o.keys.layout = keys;
+        layers.emplace_back(self(), o);
+        o = layer_options();
         o.keys.layout = keys;
       }
     }
@@ -166,11 +170,21 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
              r.qq_bias = m.bias();
              if (c.once_in(2)) c.tensor(r.qq_bias);
            },
+           [&] { r.rope_cos = r.rope_sin = m.rotation(); },
+           [&] {
+             r.rope_cos = r.rope_sin = m.rotation();
+             c.tensor(c.once_in(2) ? r.rope_cos : r.rope_sin);
+           },
+           [&] {
+             r.rope_cos = m.rotation();
+             r.rope_cos.shape[0] = c.of<std::int64_t>({-1, 0, 1, 32, 33, kMost});
+             r.rope_sin = r.rope_cos;
+           },
            [&] { r.skip_decode = true; }});
     attempt(m, [&] { layer.run(r); });
     attempt(m, [&] {
       layer.append({r.new_k, r.new_v, r.k, r.v, r.total_keys, r.query_start, r.kv_len,
-                    r.block_table, r.key_table, r.k_scale, r.v_scale});
+                    r.block_table, r.key_table, r.k_scale, r.v_scale, r.rope_cos, r.rope_sin});
     });
     if (round % 8 == 0) {
       Options options{.mask = {.causal = true}, .threads = 1};
@@ -212,6 +226,11 @@ class MalformedOptions : public Malformed {
             [&c, &o] {
               o.score.alibi = static_cast<Alibi>(c.of({0, 1, 2, 3, 255}));
             },
+            [&c, &o] {
+              o.rope.dim = c.of({kLeastInt, -2, 1, 2, 6, kDim, kDim + 2, kMostInt});
+            },
+            [&c, &o] { o.rope = {.dim = 8, .base = c.number(), .scale = c.number()}; },
+            [&c, &o] { o.rope.interleaved = true; },
             [&c, &o] { o.limits.max_tokens = c.count(); },
             [&c, &o] {
               o.limits.max_batch = c.of({kLeastInt, -1, 0, 1, 1000});

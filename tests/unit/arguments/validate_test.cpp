@@ -148,6 +148,20 @@ TEST(Validate, OptionsThatMakeNoSense) {
     o.score = score;
     EXPECT_NO_THROW(check_options(o)) << score.softcap;
   }
+  refuse("rope.dim 34 with head_dim 32: it is an even number of 2 to head_dim",
+         [](Options& o) { o.rope.dim = 34; });
+  refuse("rope.dim 7 with head_dim 32", [](Options& o) { o.rope.dim = 7; });
+  refuse("rope.dim -2 with head_dim 32", [](Options& o) { o.rope.dim = -2; });
+  refuse("rope.dim is 0, which is no RoPE, and", [](Options& o) { o.rope.base = 500; });
+  refuse("rope.dim is 0, which is no RoPE, and", [](Options& o) { o.rope.interleaved = true; });
+  for (const float number : {NAN, INFINITY, 0.0f, -1.0f, 1e-40f}) {
+    refuse("rope.base is ", [=](Options& o) { o.rope = {.dim = 8, .base = number}; });
+    refuse("rope.scale is ", [=](Options& o) { o.rope = {.dim = 8, .scale = number}; });
+  }
+  Options fp8_rows = options();
+  fp8_rows.rope.dim = 32, fp8_rows.dtypes.query = e4m3;
+  expect_refused<Unsupported>("RoPE with queries of e4m3 is not supported",
+                              [&] { check_options(fp8_rows); });
   refuse("window -1", [](Options& o) { o.mask.window = -1; });
   refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
   refuse("right -2", [](Options& o) { o.mask.right = -2; });
@@ -211,6 +225,10 @@ TEST(Validate, RanksCompareEveryOption) {
       {"scale", [](Options& o) { o.score.scale = 0.5f; }},
       {"softcap", [](Options& o) { o.score.softcap = 30; }},
       {"alibi", [](Options& o) { o.score.alibi = Alibi::query; }},
+      {"rope.dim", [](Options& o) { o.rope.dim = 8; }},
+      {"rope.interleaved", [](Options& o) { o.rope.interleaved = true; }},
+      {"rope.base", [](Options& o) { o.rope.base = 500; }},
+      {"rope.scale", [](Options& o) { o.rope.scale = 2; }},
       {"max_tokens", [](Options& o) { o.limits.max_tokens = 9; }},
       {"max_batch", [](Options& o) { o.limits.max_batch = 9; }},
       {"max_kv_len", [](Options& o) { o.limits.max_kv_len = 9; }},
@@ -791,6 +809,68 @@ TEST(Validate, SmallArraysWithoutData) {
       (a.*v.field).data = nullptr;
     });
   }
+}
+
+/// The longest sequence has 33 keys, so the tables need 33 positions.
+struct RopeArrays {
+  std::vector<float> numbers = std::vector<float>(40 * 9, 0.5f);
+
+  Tensor table(std::int64_t positions, std::int64_t columns = 8) const {
+    return Tensor(numbers.data(), {positions, columns}, {9, 1});
+  }
+};
+
+TEST(Validate, TablesOfRope) {
+  Options given = options();
+  given.rope.dim = 16;
+  const RopeArrays arrays;
+  const auto refuse = [&](const char* text, const Tensor& cos, const Tensor& sin) {
+    refuse_run(
+        text, [&](AttentionArgs& a, Paged&) { a.rope_cos = cos, a.rope_sin = sin; }, given);
+    Attention layer(self(), given);
+    Paged p;
+    Append append = p.append();
+    append.rope_cos = cos, append.rope_sin = sin;
+    const std::vector<float> before = p.k;
+    expect_refused<InputError>(text, [&] { layer.append(append); });
+    EXPECT_EQ(p.k, before);
+  };
+  const auto changed = [&](const std::function<void(Tensor&)>& change) {
+    Tensor t = arrays.table(33);
+    change(t);
+    return t;
+  };
+  const Tensor good = arrays.table(33);
+  refuse("rope_cos is given without rope_sin", good, {});
+  refuse("rope_sin is given without rope_cos", {}, good);
+  refuse("rope_cos and rope_sin have 32 positions and the rows of sequence 1 need 33",
+         arrays.table(32), arrays.table(32));
+  refuse("rope_cos has 33 positions and rope_sin has 34", good, arrays.table(34));
+  refuse("rope_cos is [33, 7]; [positions, 8] is wanted", arrays.table(33, 7), good);
+  refuse("rope_sin is [0, 8]; [positions, 8] is wanted", good, arrays.table(0));
+  refuse("rope_cos is [33]; [positions, 8] is wanted", changed([](Tensor& t) { t.dims = 1; }),
+         good);
+  refuse("rope_cos is int32; fp32, fp16 or bf16 is wanted",
+         changed([](Tensor& t) { t.dtype = DType::int32; }), good);
+  refuse("rope_sin is e4m3; fp32, fp16 or bf16 is wanted", good,
+         changed([](Tensor& t) { t.dtype = e4m3; }));
+  refuse("rope_cos is on the cuda", changed([](Tensor& t) { t.device = Device::cuda; }), good);
+  refuse("rope_cos has stride 2 in its last dimension", changed([](Tensor& t) {
+           t.stride = {18, 2};
+         }),
+         good);
+  refuse("rope_cos [33, 8] has no data", changed([](Tensor& t) { t.data = nullptr; }), good);
+  refuse_run("rope_cos and rope_sin are given, and the layer has no RoPE",
+             [&](AttentionArgs& a, Paged&) { a.rope_cos = a.rope_sin = good; });
+
+  Attention layer(self(), given);
+  Paged p;
+  AttentionArgs run = p.args();
+  run.rope_cos = run.rope_sin = good;
+  layer.run(run);
+  EXPECT_FALSE(std::isnan(p.out.back()));
+  EXPECT_GE(layer.workspace_bytes(),
+            Attention(self(), options()).workspace_bytes() + kTokens * kHeads * kDim * 4);
 }
 
 TEST(Validate, ScalesOfFp8) {

@@ -188,6 +188,10 @@ const std::map<std::string, OptionCase> kOptions{
     {"score.scale", {[](Options& o) { o.score.scale = 0.5f; }}},
     {"score.softcap", {[](Options& o) { o.score.softcap = 30; }}},
     {"score.alibi", {[](Options& o) { o.score.alibi = Alibi::query; }}},
+    {"rope.dim", {[](Options& o) { o.rope.dim = 8; }}},
+    {"rope.interleaved", {[](Options& o) { o.rope.interleaved = true; }}},
+    {"rope.base", {[](Options& o) { o.rope.base = 500; }}},
+    {"rope.scale", {[](Options& o) { o.rope.scale = 2; }}},
     {"limits.max_tokens", {[](Options& o) { o.limits.max_tokens = 5; }}},
     {"limits.max_batch", {[](Options& o) { o.limits.max_batch = 5; }}},
     {"limits.max_kv_len", {[](Options& o) { o.limits.max_kv_len = 5; }}},
@@ -267,11 +271,13 @@ struct Everything {
   std::vector<float> q_scales{1, 2, 3, 4}, k_scales{2, 3, 4, 5}, v_scales{3, 4, 5, 6};
   std::vector<float> sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, out_scale{2};
   std::vector<float> bias = std::vector<float>(kTokens * kTokens, 0.5f);
+  std::vector<float> angles = std::vector<float>(40 * kDim / 2, 0.5f);
   std::vector<std::int64_t> documents{0, 3, 9}, ranges{0, 10, 20, 0, 10, 30}, rows{0, 2, 4};
   Options options{.heads = kHeads,
                   .kv_heads = kHeads,
                   .head_dim = kDim,
                   .dtypes = {.compute = fp32},
+                  .rope = {.dim = kDim},
                   .limits = {.max_tokens = kTokens, .max_batch = 2},
                   .keys = {Layout::ranges}};
   AttentionArgs args;
@@ -306,6 +312,7 @@ struct Everything {
     a.qq_bias = Tensor(bias.data(), {kTokens, kTokens});
     a.causal = Tensor(causal.data(), {batch});
     a.documents = Tensor(documents.data(), {3});
+    a.rope_cos = a.rope_sin = Tensor(angles.data(), {40, kDim / 2});
   }
   Everything(const Everything&) = delete;
 
@@ -370,6 +377,10 @@ const std::multimap<std::string, RunCase> kRuns{
     {"query_table", with([](Everything& e) { e.rows[1] = 1; }, Of::sharded_queries)},
     {"new_k", with([](Everything& e) { e.args.new_k = {}; })},
     {"new_v", with([](Everything& e) { e.args.new_v = {}; })},
+    {"rope_cos", with([](Everything& e) { e.angles[3] = 0; })},
+    {"rope_cos",
+     with([](Everything& e) { e.args.rope_cos.shape[0] = e.args.rope_sin.shape[0] = 33; })},
+    {"rope_sin", with([](Everything& e) { e.angles[3] = 0; })},
     {"q_scale", with([](Everything& e) { e.args.q_scale = {}; })},
     {"q_scale", with([](Everything& e) { e.args.q_scale.shape[0] = 1; })},
     {"k_scale", with([](Everything& e) { e.args.k_scale = {}; })},
@@ -442,6 +453,14 @@ TEST(Agreement, EveryByteOfAnArrayIsCompared) {
     if (field.type != "Tensor" || trusted || own.count("AttentionArgs::" + field.name)) continue;
     EXPECT_TRUE(looked_at.count(field.name)) << "the contents of " << field.name;
   }
+}
+
+/// Tables of RoPE may be a rank's own, but all ranks have them or none has.
+TEST(Agreement, WhetherThereAreTablesOfRopeIsCompared) {
+  Everything with_tables, without;
+  without.args.rope_cos = without.args.rope_sin = {};
+  EXPECT_NE(with_tables.digest(), without.digest());
+  EXPECT_NE(with_tables.text(), without.text());
 }
 
 /// The same bits mean other numbers.

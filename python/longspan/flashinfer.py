@@ -153,9 +153,38 @@ def _check_tuning(backend, **flags):
             raise TypeError(f"{name} is of type '{type(value).__name__}'; a bool is wanted")
 
 
-def _refuse_positions(function, pos_encoding_mode, rope_scale, rope_theta):
-    refuse(function, "apply it to q and k before", pos_encoding_mode=(pos_encoding_mode, "NONE"),
-           rope_scale=(rope_scale, None), rope_theta=(rope_theta, None))
+def _rope(function, pos_encoding_mode, rope_scale, rope_theta):
+    """RoPE as arguments of attend, or None."""
+    if rope_scale is rope_theta is None and pos_encoding_mode == "NONE":
+        return None
+    if pos_encoding_mode != "ROPE_LLAMA":
+        refuse(function, "'NONE' and 'ROPE_LLAMA' are supported", pos_encoding_mode=(pos_encoding_mode, "NONE"))
+        refuse(function, "they are read with pos_encoding_mode='ROPE_LLAMA'", rope_scale=(rope_scale, None),
+               rope_theta=(rope_theta, None))
+    return dict(rope_scale=_number("rope_scale", rope_scale),
+                rope_theta=1e4 if rope_theta is None else _number("rope_theta", rope_theta))
+
+
+def _rotated(k, rope):
+    """A copy of k [keys, kv_heads, head_dim], rotated by its positions in float64 and rounded once."""
+    half = k.shape[2] // 2
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(k, torch.Tensor):
+        def made(count):
+            return torch.arange(count, dtype=torch.float64, device=k.device)
+
+        wide, join, cosine, sine = k.double(), torch.cat, torch.cos, torch.sin
+    else:
+        import numpy
+
+        if not isinstance(k, numpy.ndarray):
+            raise UnsupportedError("pos_encoding_mode is 'ROPE_LLAMA', and k is an array of neither NumPy nor torch")
+        made, wide, join, cosine, sine = numpy.arange, k.astype(numpy.float64), numpy.concatenate, numpy.cos, numpy.sin
+    angles = made(k.shape[0])[:, None] / rope["rope_scale"] * rope["rope_theta"] ** (-made(half) / half)
+    cos, sin = cosine(angles)[:, None], sine(angles)[:, None]
+    x, y = wide[..., :half], wide[..., half:]
+    rows = join([x * cos - y * sin, y * cos + x * sin], -1)
+    return rows.to(k.dtype) if torch is not None and isinstance(k, torch.Tensor) else rows.astype(k.dtype)
 
 
 def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "NHD",
@@ -176,12 +205,15 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
         logits_soft_cap: None and 0 are off.
         sm_scale: None is 1 / sqrt(head_dim).
         use_tensor_cores: not read: it chooses a kernel of FlashInfer.
+        pos_encoding_mode: "ROPE_LLAMA" rotates q and k by their positions / rope_scale *
+            rope_theta ** (-2 i / head_dim); None is 1 and 10000. Each call then copies all keys; a
+            cache of rotated keys is `k_new` and `rotary_dim` of longspan.attend.
 
     Returns:
         out [heads, head_dim]; with return_lse (out, lse [heads]), base 2.
 
     Raises:
-        UnsupportedError: another pos_encoding_mode than "NONE", rope_scale, rope_theta.
+        UnsupportedError: another pos_encoding_mode than "NONE" and "ROPE_LLAMA"; that with fp8.
 
     >>> import numpy as np
     >>> from longspan.flashinfer import single_decode_with_kv_cache
@@ -191,12 +223,11 @@ def single_decode_with_kv_cache(q: Array, k: Array, v: Array, kv_layout: str = "
     ((8, 64), 2.0)
     """
     name = "longspan.flashinfer.single_decode_with_kv_cache"
-    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
-        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    rope = _rope(name, pos_encoding_mode, rope_scale, rope_theta)
     _check_tuning("auto", use_tensor_cores=use_tensor_cores)
     check_shape("q", q, (None, None), "[heads, head_dim]")
     made = _attend(q[None], k, v, kv_layout, False, window_left, logits_soft_cap, sm_scale,
-                   (q_scale, k_scale, v_scale), {}, q.dtype if is_fp8(q) else None, return_lse)
+                   (q_scale, k_scale, v_scale), {}, q.dtype if is_fp8(q) else None, return_lse, rope)
     return (made[0][0], made[1][0]) if return_lse else made[0]
 
 
@@ -238,8 +269,7 @@ def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers 
     True
     """
     name = "longspan.flashinfer.single_prefill_with_kv_cache"
-    if not (rope_scale is rope_theta is None) or pos_encoding_mode != "NONE":
-        _refuse_positions(name, pos_encoding_mode, rope_scale, rope_theta)
+    rope = _rope(name, pos_encoding_mode, rope_scale, rope_theta)
     _check_tuning(backend, use_fp16_qk_reduction=use_fp16_qk_reduction)
     if not (custom_mask is packed_custom_mask is kv_cache_sf is None):
         refuse(name, "causal and window_left are the masks here; longspan.attend has documents and qq_bias too",
@@ -248,7 +278,7 @@ def single_prefill_with_kv_cache(q: Array, k: Array, v: Array, scale_q: Numbers 
     check_shape("q", q, _THREE, "[tokens, heads, head_dim]")
     return _attend(q, k, v, kv_layout, causal, window_left, logits_soft_cap, sm_scale,
                    (None, k_scale, v_scale), {"q": scale_q, "k": scale_k, "v": scale_v}, o_dtype,
-                   return_lse)
+                   return_lse, rope)
 
 
 def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> tuple[Array, Array]:
@@ -269,7 +299,7 @@ _NAMES = {"softcap": "logits_soft_cap", "softmax_scale": "sm_scale", "window_siz
 
 
 def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers, scales, o_dtype,
-            return_lse):
+            return_lse, rope):
     if kv_layout not in ("NHD", "HND"):
         raise InputError(f"kv_layout is {kv_layout!r}; 'NHD' and 'HND' are possible")
     check_shape("k", k, _THREE, kv_layout)
@@ -279,6 +309,13 @@ def _attend(q, k, v, kv_layout, causal, window_left, softcap, sm_scale, numbers,
     if isinstance(window_left, bool) or not hasattr(window_left, "__index__"):
         raise TypeError(f"window_left is of type '{type(window_left).__name__}'; an int is wanted")
     options = _fp8_scales(q, k, v, scales)
+    if rope is not None:
+        for name, array in (("q", q), ("k", k)):
+            if is_fp8(array):
+                raise UnsupportedError(f"pos_encoding_mode is 'ROPE_LLAMA' and {name} is {type_of(array)}: a rotated "
+                                       "row would be rounded to fp8 a second time; rotate it before it is quantised")
+        k = _rotated(k, rope)
+        options.update(rope, rotary_dim=q.shape[2])
     scale = q.shape[2] ** -0.5 if sm_scale is None else sm_scale
     of_q, of_k, of_v = numbers
     if not of_q is of_k is of_v is None:

@@ -11,6 +11,7 @@ from device import tensor
 from longspan import flashinfer
 from oracle import assert_close, attention, host
 from test_attend import DTYPES, numbers
+from test_rope import angles, rotated
 from test_vllm import merged, states, with_junk
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -68,6 +69,36 @@ def test_single_attention(keys, tokens, layout, causal, window, softcap, scale, 
         right, right_lse = attention(q[-1:], k, v, **wanted)
         assert_close(out, right[0], dtype)
         np.testing.assert_allclose(lse, right_lse[0] / np.log(2), rtol=2e-5, atol=2e-5)
+
+
+@hypothesis.given(st.integers(1, 60), st.integers(1, 20), st.sampled_from(["NHD", "HND"]), st.booleans(),
+                  st.sampled_from([None, 4.0]), st.sampled_from([None, 500.0]), st.sampled_from(["float32", "bfloat16"]),
+                  st.integers(0, 2 ** 32 - 1))
+@hypothesis.settings(max_examples=40)
+def test_rope_llama(keys, tokens, layout, causal, scale, theta, dtype, seed):
+    """Every key is rotated at each call; the caller's keys stay as they are."""
+    rng = np.random.default_rng(seed)
+    q = numbers(rng, (min(tokens, keys), 4, 32), dtype)
+    k, v = numbers(rng, (2, keys, 2, 32), dtype)
+    by = angles(range(keys), 32, theta or 1e4, scale or 1.0)
+    cos, sin = np.cos(by), np.sin(by)
+    turned = [rotated(a, cos[keys - len(a):], sin[keys - len(a):], False).astype(DTYPES[dtype]) for a in (q, k)]
+    options = dict(kv_layout=layout, pos_encoding_mode="ROPE_LLAMA", rope_scale=scale, rope_theta=theta)
+    k_laid, v_laid = laid_out(k, layout), laid_out(v, layout)
+    before = k_laid.copy()
+    out = flashinfer.single_prefill_with_kv_cache(q, k_laid, v_laid, causal=causal, **options)
+    assert_close(out, attention(*turned, v, causal=causal)[0], dtype)
+    out = flashinfer.single_decode_with_kv_cache(q[-1], k_laid, v_laid, **options)
+    assert_close(out, attention(turned[0][-1:], turned[1], v)[0][0], dtype)
+    assert (k_laid == before).all()
+
+
+def test_rope_llama_of_tensors(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = (numbers(rng, (9, heads, 32)) for heads in (4, 2, 2))
+    right = flashinfer.single_prefill_with_kv_cache(q, k, v, pos_encoding_mode="ROPE_LLAMA")
+    out = flashinfer.single_prefill_with_kv_cache(*map(torch.from_numpy, (q, k, v)), pos_encoding_mode="ROPE_LLAMA")
+    assert_close(out, right.astype(np.float64))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,10 +224,13 @@ CASES = {
     "o_dtype": (lambda: prefill(o_dtype=np.float16), UNSUPPORTED, "o_dtype is float16"),
     "o_dtype of fp8": (lambda: prefill(Q.astype(E4M3), o_dtype=np.float64), UNSUPPORTED, "o_dtype is float64"),
     **{f"prefill {name}": (lambda name=name, value=value: prefill(**{name: value}), UNSUPPORTED, f"^{name} is")
-       for name, value in dict(custom_mask=V, packed_custom_mask=V, pos_encoding_mode="ROPE_LLAMA",
+       for name, value in dict(custom_mask=V, packed_custom_mask=V, pos_encoding_mode="ALIBI",
                                rope_scale=1.0, rope_theta=1e4, kv_cache_sf=(V, V)).items()},
     **{f"decode {name}": (lambda name=name, value=value: decode(**{name: value}), UNSUPPORTED, f"^{name} is")
        for name, value in dict(pos_encoding_mode="ALIBI", rope_scale=1.0, rope_theta=1e4).items()},
+    "rope with fp8": (lambda: prefill(k=K.astype(E4M3), pos_encoding_mode="ROPE_LLAMA"), UNSUPPORTED,
+                      "^pos_encoding_mode is 'ROPE_LLAMA' and k is float8_e4m3fn"),
+    "rope_theta": (lambda: decode(pos_encoding_mode="ROPE_LLAMA", rope_theta=-1.0), INPUT, "^rope_theta is -1"),
     "backend": (lambda: prefill(backend=3), TypeError, "^backend is of type 'int'"),
     "use_fp16_qk_reduction": (lambda: prefill(use_fp16_qk_reduction=1), TypeError, "^use_fp16_qk_reduction is of"),
     "use_tensor_cores": (lambda: decode(use_tensor_cores=None), TypeError, "^use_tensor_cores is of type"),

@@ -151,7 +151,7 @@ COS, SIN = tables(6, 16)
 REFUSED = {
     "above head_dim": (dict(rotary_dim=18), USAGE, "rotary_dim 18 with head_dim 16"),
     "odd": (dict(rotary_dim=7), USAGE, "rotary_dim 7"),
-    "negative": (dict(rotary_dim=-2), USAGE, "rotary_dim -2"),
+    "negative": (dict(rotary_dim=-2), INPUT, "rotary_dim is -2"),
     "short tables": (dict(rotary_cos=COS[:5], rotary_sin=SIN[:5]), INPUT, "have 5 positions and .* need 6"),
     "unequal tables": (dict(rotary_cos=COS, rotary_sin=SIN[:5]), INPUT, "rotary_cos has 6 positions and rotary_sin has 5"),
     "cos alone": (dict(rotary_cos=COS), INPUT, "rotary_cos is given without rotary_sin"),

@@ -72,6 +72,8 @@ FILES = {
     "move_keys.cu": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
     "move_keys.hpp": (["cache/move_keys.cu"], "gpu_move_keys_test", "*"),
     "resume.cu": (["combine/resume.cu"], "gpu_state_in_test", "*"),
+    "rotate.cuh": (["cache/append.cu", "cache/rotate_rows.cu"], "gpu_rotate_rows_test", "*"),
+    "rotate_rows.cu": (["cache/rotate_rows.cu"], "gpu_rotate_rows_test", "*"),
     "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
     "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),
     "store_state.cuh": (PORTABLE[:1] + SINGLE[:1], "gpu_state_in_test", "*"),

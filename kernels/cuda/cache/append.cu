@@ -20,21 +20,20 @@ struct Copy {
   KvRows to;
   ScaleView scales;  // of the row in the cache
   int dim;           // of a row of a head
-  bool rotates;
 };
 
-template <int kCount>
+template <int kCount, bool kRotates>
 __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t token,
                          std::int64_t at) {
   const int pieces = copy.dim / kCount;
-  const std::int64_t position = copy.rotates ? new_position(p, token) : 0;
+  const std::int64_t position = kRotates ? new_position(p, token) : 0;
   for (int i = static_cast<int>(threadIdx.x); i < p.kv_heads * pieces; i += kThreads) {
     const int head = i / pieces, column = (i - head * pieces) * kCount;
     const std::int64_t from = token * copy.from.row_stride + head * copy.from.head_stride;
     const std::int64_t to = at + head * copy.to.head_stride + copy.to.column(column);
     float values[kCount];
     load_values(copy.from.data, p.dtype, from + column, values);
-    if (copy.rotates)
+    if constexpr (kRotates)
       Rotations<kCount>(p.rope, position, column).apply(copy.from.data, p.dtype, from, values);
     if (copy.scales) {
       const float scale = copy.scales.of(head);
@@ -46,6 +45,7 @@ __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t t
 }
 
 /// Appends. blockIdx.x = a new row, blockIdx.y = 0: keys, 1: values.
+template <bool kRotates>
 __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant__ AppendParams p,
                                                           bool wide_k, bool wide_v) {
   arch::let_next_kernel_start();  // attention, which waits for the cache
@@ -53,12 +53,15 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;
   const bool is_key = blockIdx.y == 0;
-  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim, static_cast<bool>(p.rope)}
-                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim, false};
-  if (is_key ? wide_k : wide_v)
-    copy_row<kVector>(p, copy, token, row.offset(copy.to));
+  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}
+                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim};
+  const std::int64_t at = row.offset(copy.to);
+  const bool wide = is_key ? wide_k : wide_v;
+  if (kRotates && is_key)
+    wide ? copy_row<kVector, kRotates>(p, copy, token, at)
+         : copy_row<1, kRotates>(p, copy, token, at);
   else
-    copy_row<1>(p, copy, token, row.offset(copy.to));
+    wide ? copy_row<kVector, false>(p, copy, token, at) : copy_row<1, false>(p, copy, token, at);
 }
 
 /// Whether eight elements are adjacent, and aligned, at both ends.
@@ -77,8 +80,8 @@ bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim)
 void append(const AppendParams& p, cudaStream_t stream) {
   if (p.tokens == 0) return;
   const dim3 grid(static_cast<unsigned>(p.tokens), p.new_v.data == nullptr ? 1 : 2);
-  launch_kernel(append_kernel, {grid, kThreads, stream}, p, is_wide(p, p.new_k, p.k, p.head_dim),
-                is_wide(p, p.new_v, p.v, p.value_dim));
+  launch_kernel(p.rope ? append_kernel<true> : append_kernel<false>, {grid, kThreads, stream}, p,
+                is_wide(p, p.new_k, p.k, p.head_dim), is_wide(p, p.new_v, p.v, p.value_dim));
 }
 
 }  // namespace longspan::kernels::cuda

@@ -47,6 +47,15 @@ class BadInputTest(CommandTest):
                 with self.assertRaises(BlockingIOError):
                     ours.recv(1, socket.MSG_DONTWAIT)
 
+    def test_rope(self):
+        for words, *extra in ((("rope.dim 18 with head_dim 16",), "--rope", 18),
+                              (("rope.dim 7 with head_dim 16",), "--rope", 7),
+                              (("rope.dim is 0",), "--rope-theta", 50),
+                              (("rope.dim is 0",), "--rope-interleaved"),
+                              (("--rope-theta",), "--rope", 8, "--rope-theta", "nan"),
+                              (("--rope-scale",), "--rope", 8, "--rope-scale", 0)):
+            self.refused(USAGE, *words, extra=extra)
+
     def test_missing_file(self):
         self.path("k.npy").unlink()
         self.refused(INPUT, "k.npy", "cannot be opened")

@@ -60,8 +60,19 @@ def draw(shape, seed, code="<f4"):
     return values
 
 
+def rotated(row, position, dim, interleaved=False, theta=10000.0, scale=1.0):
+    """A row whose first `dim` elements RoPE rotates."""
+    made = list(row)
+    for i in range(dim // 2):
+        x, y = (2 * i, 2 * i + 1) if interleaved else (i, i + dim // 2)
+        angle = position / scale * theta ** (-2 * i / dim)
+        made[x] = row[x] * math.cos(angle) - row[y] * math.sin(angle)
+        made[y] = row[y] * math.cos(angle) + row[x] * math.sin(angle)
+    return made
+
+
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None, alibi=None, value_dim=None):
+              scale=None, sinks=None, alibi=None, value_dim=None, rope=None):
     """(out, lse) in float64; rows are at the end of the sequence."""
     scale = dim ** -0.5 if scale is None else scale
     value_dim = dim if value_dim is None else value_dim
@@ -72,6 +83,8 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
         last = min(keys, position + 1) if causal else keys
         for h in range(heads):
             row = q[(t * heads + h) * dim:(t * heads + h + 1) * dim]
+            if rope:
+                row = rotated(row, position, **rope)
             places = [j * kv_heads + h // (heads // kv_heads) for j in range(first, last)]
             scores = [scale * math.fsum(a * b for a, b in zip(row, k[p * dim:(p + 1) * dim]))
                       for p in places]

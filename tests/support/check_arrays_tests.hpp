@@ -20,7 +20,7 @@ class CheckArrays : public OnDevice {
     std::int64_t tokens = 8, columns = 8, pages = 40;
     std::int64_t slot_count = 640;
     bool is_append = false;
-    std::int64_t most_keys = 0;
+    std::int64_t most_keys = 0, rope_positions = 0;
     bool claims = true;
     kernels::AttendParams attend;  // masks, shard, bias
 
@@ -45,6 +45,7 @@ class CheckArrays : public OnDevice {
     if (!r.slots.empty()) p.slots = slots.data();
     p.slot_count = r.slot_count;
     p.most_keys = r.most_keys;
+    p.rope_positions = r.rope_positions;
     if (r.claims) p.claimed = claimed.data();
     p.report = report.data();
     backend().check_arrays(p, {});
@@ -166,6 +167,22 @@ TEST_F(CheckArrays, MoreKeysTogetherThanWerePromised) {
   expect_none(r);
   r.most_keys = 175;
   expect_fault(r, Fault::too_many, 0, 175, 176);
+}
+
+/// The tables have every position of the rows, also those before 0 of more queries than keys.
+TEST_F(CheckArrays, TablesOfRopeThatAreTooShort) {
+  Request r;
+  r.rope_positions = 100;
+  expect_none(r);
+  r.rope_positions = 99;
+  expect_fault(r, Fault::rope, 0, 99, 100);
+  r.kv_len = {1, 1000, 0};  // sequence 1 has no rows; the first row of sequence 2 is at -5
+  r.rope_positions = 6;
+  r.table.clear();
+  r.slot_count = 2000;
+  expect_none(r);
+  r.rope_positions = 5;
+  expect_fault(r, Fault::rope, 2, 5, 6);
 }
 
 TEST_F(CheckArrays, SegmentsThatDoNotHoldASequence) {

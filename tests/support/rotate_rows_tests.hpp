@@ -140,6 +140,43 @@ TEST_F(RotateRows, OfARanksShare) {
     }
 }
 
+/// Rows of [batch, heads, tokens, dim], whose sequences lie apart, as the same rows in order.
+TEST_F(RotateRows, OfSequencesThatLieApart) {
+  for (DType dtype : {fp32, bf16}) {
+    constexpr std::int64_t kBatch = 3, kTokens = 5, kHeads = 2, kDim = 16, kRow = kHeads * kDim;
+    Array apart(dtype, kBatch * kTokens * kRow), in_order = apart;
+    for (std::int64_t b = 0; b < kBatch; ++b)
+      for (std::int64_t h = 0; h < kHeads; ++h)
+        for (std::int64_t t = 0; t < kTokens; ++t)
+          for (std::int64_t d = 0; d < kDim; ++d) {
+            const float value = normal();
+            apart.set(((b * kHeads + h) * kTokens + t) * kDim + d, value);
+            in_order.set((b * kTokens + t) * kRow + h * kDim + d, value);
+          }
+    const auto starts = on_device<std::int32_t>({0, 5, 10, 15}),
+               kv_len = on_device<std::int32_t>({9, 100, 5});
+    const auto turns = on_device(turns_of({.dim = kDim}));
+    kernels::RotateParams p;
+    p.geometry.dtype = p.geometry.q_dtype = dtype;
+    p.geometry.tokens = kBatch * kTokens;
+    p.geometry.heads = kHeads;
+    p.geometry.head_dim = kDim;
+    p.geometry.batch = {kBatch, starts.data(), kv_len.data()};
+    p.rope.dim = kDim;
+    p.rope.turns = turns.data();
+    const auto rotated = [&](const Array& rows, std::int64_t row, std::int64_t head,
+                             kernels::SequenceGap gap) {
+      const auto from = on_device(rows.bytes), to = poisoned<std::byte>(rows.bytes.size());
+      p.from = {from.data(), row, head, gap};
+      p.to = {to.data(), kRow, kDim};
+      backend().rotate_rows(p, {});
+      return to.values();
+    };
+    EXPECT_EQ(rotated(apart, kDim, kTokens * kDim, {(kHeads - 1) * kTokens * kDim, kTokens}),
+              rotated(in_order, kRow, kDim, {}));
+  }
+}
+
 /// The angles of positions up to 2^31 keep the digits of fp32.
 TEST_F(RotateRows, AtFarPositions) {
   for (bool interleaved : {false, true}) {

@@ -103,7 +103,8 @@ def test_base_and_scale(pairs, interleaved, theta, scale, length, seed):
 
 def test_rotary_dim_follows_tables_or_the_head(rng):
     q, k, v = (numbers(rng, (9, 2, 16)) for _ in range(3))
-    for given, dim in ((dict(rope_theta=100.0), 16), (dict(rope_scale=2.0), 16), (dict(rope_theta=100.0, rotary_dim=6), 6)):
+    for given, dim in ((dict(rope_theta=100.0), 16), (dict(rope_scale=2.0), 16),
+                       (dict(rope_theta=100.0, rotary_dim=6), 6)):
         by = angles(range(9), dim, given.get("rope_theta", 1e4), given.get("rope_scale", 1.0))
         assert_close(longspan.attend(q, k, v, **given), attention(rotated(q, np.cos(by), np.sin(by), False), k, v)[0])
     cos, sin = tables(9, 8)
@@ -153,7 +154,8 @@ REFUSED = {
     "odd": (dict(rotary_dim=7), USAGE, "rotary_dim 7"),
     "negative": (dict(rotary_dim=-2), INPUT, "rotary_dim is -2"),
     "short tables": (dict(rotary_cos=COS[:5], rotary_sin=SIN[:5]), INPUT, "have 5 positions and .* need 6"),
-    "unequal tables": (dict(rotary_cos=COS, rotary_sin=SIN[:5]), INPUT, "rotary_cos has 6 positions and rotary_sin has 5"),
+    "unequal tables": (dict(rotary_cos=COS, rotary_sin=SIN[:5]), INPUT,
+                       "rotary_cos has 6 positions and rotary_sin has 5"),
     "cos alone": (dict(rotary_cos=COS), INPUT, "rotary_cos is given without rotary_sin"),
     "sin alone": (dict(rotary_sin=SIN, rotary_dim=16), INPUT, "rotary_sin is given without rotary_cos"),
     "type": (dict(rotary_cos=COS.astype(np.float64), rotary_sin=SIN), INPUT, "rotary_cos has elements of type float64"),

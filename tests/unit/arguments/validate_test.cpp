@@ -162,6 +162,10 @@ TEST(Validate, OptionsThatMakeNoSense) {
   fp8_rows.rope.dim = 32, fp8_rows.dtypes.query = e4m3;
   expect_refused<Unsupported>("RoPE with queries of e4m3 is not supported",
                               [&] { check_options(fp8_rows); });
+  Options trained = options();
+  trained.rope.dim = 32, trained.gradients = true, trained.limits.max_kv_len = 9;
+  expect_refused<Unsupported>("gradients with RoPE (rope.dim) are not supported yet",
+                              [&] { check_options(trained); });
   refuse("window -1", [](Options& o) { o.mask.window = -1; });
   refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
   refuse("right -2", [](Options& o) { o.mask.right = -2; });

@@ -156,10 +156,15 @@ class VisibleBlocks {
 
   /// The same of `keys` and of rows [first, last].
   Interval hull(std::int64_t first, std::int64_t last, const Interval& keys) const {
-    if (ascends_) return both(keys, {row_keys_(first).hull().begin, row_keys_(last).hull().end});
+    if (ascends_) {
+      const Interval of_first = row_keys_(first).hull(), of_last = row_keys_(last).hull();
+      return both(keys, {of_first.begin, of_last.end});
+    }
     Interval found{keys.end, keys.begin};
-    for (std::int64_t row = first; row <= last; ++row)
-      for (const Interval& one : row_keys_(row).part) extend(found, both(keys, one));
+    for (std::int64_t row = first; row <= last; ++row) {
+      const auto seen = row_keys_(row);
+      for (const Interval& one : seen.part) extend(found, both(keys, one));
+    }
     return found.empty() ? Interval{keys.begin, keys.begin} : found;
   }
 

@@ -71,7 +71,7 @@ HWY_INLINE void multiply_block(Matrix a, Matrix b, int depth, float* c, std::ptr
 
 /// C = A B, with rows <= kBlockRows and columns a multiple of 16.
 HWY_NOINLINE inline void multiply(Matrix a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride,
-                           int rows, int columns) {
+                                  int rows, int columns) {
   with_rows<kBlockRows>(rows, [&]<int kRows>() {
     int n = 0;
     for (; n + kVectors * kLanes <= columns; n += kVectors * kLanes)

@@ -382,6 +382,30 @@ class HostProblem {
     return keys;
   }
 
+  /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
+  std::vector<double> biases(int b, int head, std::int64_t t) const {
+    if (!shape.alibi && !shape.qq) return {};
+    std::vector<double> bias(shape.kv_len[b]);
+    const std::int64_t context = shape.kv_len[b] - shape.query_len[b];
+    for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
+      if (shape.alibi)
+        bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, context + t, j, context);
+      if (shape.qq && j >= context && j - context < qq_width())
+        bias[j] += qq[t * (qq_width() + kGap) + j - context];
+    }
+    return bias;
+  }
+
+  /// Keys or values of a query head of sequence b, [kv_len, dim].
+  launcher::RowMajor sequence(const Array& a, int b, int head) const {
+    const int kv_head = head / (shape.heads / shape.kv_heads);
+    launcher::RowMajor m(shape.kv_len[b], shape.dim);
+    for (std::int64_t i = 0; i < shape.kv_len[b]; ++i)
+      for (int c = 0; c < shape.dim; ++c)
+        m(i, c) = a[(key_start[b] + i) * kv_stride() + kv_head * shape.dim + c];
+    return m;
+  }
+
  private:
   /// Rotates a row in float64, and rounds it to the type.
   void rotate(Eigen::VectorXd& row, std::int64_t position, DType dtype) const {
@@ -410,30 +434,6 @@ class HostProblem {
           rotate(row, i, k.dtype);
           for (int c = 0; c < shape.dim; ++c) k.set(at + c, static_cast<float>(row[c]));
         }
-  }
-
-  /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
-  std::vector<double> biases(int b, int head, std::int64_t t) const {
-    if (!shape.alibi && !shape.qq) return {};
-    std::vector<double> bias(shape.kv_len[b]);
-    const std::int64_t context = shape.kv_len[b] - shape.query_len[b];
-    for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
-      if (shape.alibi)
-        bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, context + t, j, context);
-      if (shape.qq && j >= context && j - context < qq_width())
-        bias[j] += qq[t * (qq_width() + kGap) + j - context];
-    }
-    return bias;
-  }
-
-  /// Keys or values of a query head of sequence b, [kv_len, dim].
-  launcher::RowMajor sequence(const Array& a, int b, int head) const {
-    const int kv_head = head / (shape.heads / shape.kv_heads);
-    launcher::RowMajor m(shape.kv_len[b], shape.dim);
-    for (std::int64_t i = 0; i < shape.kv_len[b]; ++i)
-      for (int c = 0; c < shape.dim; ++c)
-        m(i, c) = a[(key_start[b] + i) * kv_stride() + kv_head * shape.dim + c];
-    return m;
   }
 
   float scale_of(const std::vector<float>& scales, int kv_head) const {

@@ -6,7 +6,8 @@
 //
 // A rank that shares keys has its own keys, 128 by 128 in their order, and all rows in order. One
 // that shares rows has its own rows and all keys in order. VisibleBlocks says which tiles a tile of
-// the rank forms visible tiles with. Long shares are sampled: some tiles stand for their neighbours.
+// the rank forms visible tiles with. Long shares are sampled: some tiles stand for their
+// neighbours.
 #pragma once
 
 #include <cstdint>

@@ -141,7 +141,7 @@ class SegmentBias {
   bool some_qq_ = false;
   std::int64_t index_ = -1;  // among the sequence's queries, that of qq_
   Segment segment_;
-  HWY_ALIGN std::int32_t column_[kSegment];  // position of a key - context_len
+  HWY_ALIGN std::int32_t column_[kSegment] = {};  // position of a key - context_len
   HWY_ALIGN float qq_[kSegment];
 };
 

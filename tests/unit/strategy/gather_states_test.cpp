@@ -52,6 +52,7 @@ class Notes final : public kernels::Backend {
   void copy_keys(const kernels::CopyKeysParams&, Stream) const override {}
   void move_keys(const kernels::MoveKeysParams&, Stream) const override {}
   void append(const kernels::AppendParams&, Stream) const override {}
+  void rotate_rows(const kernels::RotateParams&, Stream) const override {}
   void check_arrays(const kernels::CheckParams&, Stream) const override {}
   void attend_context(const kernels::ContextParams&, Stream) const override {}
   void cut_context(const kernels::ContextCutParams&, Stream) const override {}

@@ -112,7 +112,7 @@ void check_factors(const RunArrays& a, const Options& options, bool grows) {
   check_scales(a.q_scale, "q_scale", options.kv_heads, false);
   check_scales(a.k_scale, "k_scale", options.kv_heads, grows);
   check_scales(a.v_scale, "v_scale", options.kv_heads, grows);
-  check_scales({a.out_scale}, "out_scale", 1, true);
+  check_scales(ScaleView::dense(a.out_scale, 1), "out_scale", 1, true);
   check_score_factors(options.score, options.head_dim, a, options.heads, options.kv_heads);
 }
 

@@ -27,7 +27,8 @@ void check_counts(const Tensor& t, const char* name, int first) {
 void check_factors(const Tensor& factors, const char* name, std::int64_t count, bool divides,
                    Device device) {
   const float* values = array_of<float>(factors, name, count, device);
-  if (device == Device::host) check_scales({values, true}, name, static_cast<int>(count), divides);
+  if (device == Device::host)
+    check_scales(ScaleView::dense(values, count), name, static_cast<int>(count), divides);
 }
 
 void check_memory(std::initializer_list<Written> results, std::initializer_list<Read> inputs) {

@@ -151,7 +151,8 @@ Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool ne
   check_type(args.dtypes.out, args.out.dtype, "out");
   require(bool{args.block_table}, "block_table is missing");
   Checked checked = check_inputs(args, shape, device);
-  if (device == Device::host) check_scales({checked.arrays.out_scale}, "out_scale", 1, true);
+  if (device == Device::host)
+    check_scales(ScaleView::dense(checked.arrays.out_scale, 1), "out_scale", 1, true);
   require(!needs_out || args.out.dims > 0, "out is missing");
   require(args.out.dims > 0 || (!args.lse && !args.out_scale),
           "lse and out_scale go with out, which is missing");

@@ -59,9 +59,15 @@ struct ScaleView {
   std::int64_t row_stride = 0;   ///< from key to key
   std::int64_t head_stride = 0;  ///< from kv head to kv head
 
+  /// None.
+  ScaleView() = default;
+  /// Scales at any strides. There is no constructor of fewer arguments, because {data, true} would
+  /// mean strides.
+  LONGSPAN_HD ScaleView(const float* scales, std::int64_t page, std::int64_t row, std::int64_t head)
+      : data(scales), page_stride(page), row_stride(row), head_stride(head) {}
   /// One scale of a tensor, [1], or one of each kv head, [kv_heads].
   static ScaleView dense(const float* data, std::int64_t count) {
-    return {.data = data, .head_stride = count > 1 ? 1 : 0};
+    return {data, 0, 0, count > 1 ? 1 : 0};
   }
 
   /// Whether they are given.

@@ -222,10 +222,8 @@ class Append : public OnDevice {
       to.data = cache[n].data() + c.offset * size_of(c.kv_dtype);
       if (c.scales)
         (n == 0 ? p.k_scale : p.v_scale) =
-            ScaleView{.data = device_scales[n].data(),
-                      .page_stride = c.per_key ? c.scales_of_page() : 0,
-                      .row_stride = c.per_key ? c.scales_of_key() : 0,
-                      .head_stride = c.per_head || c.per_key ? 1 : 0};
+            ScaleView(device_scales[n].data(), c.per_key ? c.scales_of_page() : 0,
+                      c.per_key ? c.scales_of_key() : 0, c.per_head || c.per_key ? 1 : 0);
     }
     const auto turns = on_device(turns_of(c.rope));
     p.rope.dim = c.rope.dim;

@@ -64,7 +64,7 @@ TEST(ScaleView, OneOfTheTensorOrOneOfEachHead) {
   EXPECT_EQ(ScaleView().from_head(2).of(0), 1.0f);
   EXPECT_EQ(ScaleView().of_row(3, 4).of(5), 1.0f);
 
-  const ScaleView tensor{.data = values}, heads{.data = values, .head_stride = 1};
+  const ScaleView tensor(values, 0, 0, 0), heads(values, 0, 0, 1);
   EXPECT_TRUE(tensor);
   EXPECT_EQ(tensor.of(2), 0.5f);
   EXPECT_EQ(tensor.count(3), 1);
@@ -75,7 +75,7 @@ TEST(ScaleView, OneOfTheTensorOrOneOfEachHead) {
   EXPECT_EQ(heads.from_head(1).of(1), 4.0f);
   EXPECT_EQ(heads.of_row(3, 4).of(2), 4.0f);
 
-  EXPECT_EQ(tensor, ScaleView{.data = values});
+  EXPECT_EQ(tensor, ScaleView(values, 0, 0, 0));
   EXPECT_FALSE(tensor == heads);
   EXPECT_FALSE(heads == heads.from_head(1));
 }
@@ -83,7 +83,7 @@ TEST(ScaleView, OneOfTheTensorOrOneOfEachHead) {
 /// Scales of each key and kv head, [pages, page, kv_heads] with room between them.
 TEST(ScaleView, OneOfEachKeyAndHead) {
   constexpr int kPages = 2, kPage = 3, kHeads = 2;
-  const ScaleView strides{.page_stride = 40, .row_stride = 5, .head_stride = 2};
+  const ScaleView strides(nullptr, 40, 5, 2);
   std::vector<float> memory(kPages * 40, -1.0f);
   const auto value = [](int page, int row, int head) {
     return static_cast<float>(100 * page + 10 * row + head);

@@ -16,8 +16,11 @@ class KeyGradients::Backward final : public Visitor {
       : g_(gradients), pass_(pass), args_(args), own_(own) {}
 
   comm::Transfers start(const Move& move) override {
-    return move.what == Move::blocks ? g_.start_keys(pass_.run, move, own_)
-                                     : g_.start_gradients(pass_.run, move);
+    return move.what == Move::blocks
+               ? g_.start_keys(pass_.run, move, own_)
+               : g_.returning_.start(move, pass_.run.stream, [this](int owner) {
+                   return g_.memory_.key_sum_bytes(g_.keys_.rows_of(pass_.run, owner));
+                 });
   }
 
   void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -30,7 +33,7 @@ class KeyGradients::Backward final : public Visitor {
       const KeyBlock& block = g_.guests_[at(step.slot)];
       g_.keys_.find_starts(run, owner, block);
       g_.keys_.attend_to(pass_, block, g_.keys_.shard_of(run, owner, block));
-      sums = {g_.leaving_[at(step.result_slot)], g_.keys_.rows_of(run, owner)};
+      sums = {g_.returning_.leaving(step.result_slot), g_.keys_.rows_of(run, owner)};
       starts = block.start;
     }
     kernels::GradientParams p = g_.memory_.params(pass_, args_);
@@ -42,7 +45,7 @@ class KeyGradients::Backward final : public Visitor {
   void arrived(const Move& move) override {
     if (move.what != Move::results || !move.receives) return;
     const GradientMemory::KeySums own = g_.memory_.own_keys(pass_.run);
-    g_.memory_.add(own.data, g_.arriving_[at(move.slot)], g_.memory_.key_sum_bytes(own.rows),
+    g_.memory_.add(own.data, g_.returning_.arrived(move.slot), g_.memory_.key_sum_bytes(own.rows),
                    pass_.run.stream);
   }
 
@@ -59,14 +62,12 @@ KeyGradients::KeyGradients(const LayerContext& layer, const TravellingKeys& keys
     : layer_(layer),
       keys_(keys),
       memory_(layer, keys),
+      returning_(layer.comm),
       key_steps_(1),
-      gradient_steps_(1),
       route_(ranks()),
       underway_(ranks()) {
   for (int s = 1; s < ranks(); ++s) {
     key_steps_.push_back(fmt::format("backward, ring of keys, step {} of {}", s, ranks() - 1));
-    gradient_steps_.push_back(
-        fmt::format("backward, ring of gradients, step {} of {}", s, ranks() - 1));
   }
 }
 
@@ -75,7 +76,7 @@ double KeyGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double own = GradientMemory::workspace_bytes(options, ranks, size);
   if (ranks == 1) return own;
   const double keys = most_keys_of_a_rank(options.keys, size.keys, ranks);
-  return own + 2 * kSlots * GradientMemory::key_sum_bytes(options, keys) +
+  return own + 2 * ReturningSums::kSlots * GradientMemory::key_sum_bytes(options, keys) +
          (1 + kSlots) * keys * key_row_bytes(options);
 }
 
@@ -85,8 +86,7 @@ void KeyGradients::lay_out(Parts& memory) {
   const std::int64_t rows = keys_.block_rows();
   for (KeyBlock& guest : guests_) guest = keys_.take_block(memory, rows);
   copy_ = keys_.take_block(memory, rows);
-  for (std::byte*& sums : leaving_) sums = memory.take(at(memory_.key_sum_bytes(rows)));
-  for (std::byte*& sums : arriving_) sums = memory.take(at(memory_.key_sum_bytes(rows)));
+  returning_.lay_out(memory, memory_.key_sum_bytes(rows));
 }
 
 void KeyGradients::backward(Pass& pass, const GradientArgs& args) {
@@ -125,18 +125,6 @@ comm::Transfers KeyGradients::start_keys(const Run& run, const Move& move,
   if (to.positions != nullptr) add(own.positions, to.positions, sizeof(std::int64_t));
   return layer_.comm.start_shifts({pieces.data(), count}, move.distance, run.stream,
                                   key_steps_[at(move.distance)].c_str());
-}
-
-/// Returns the gradients of a guest to its rank, and receives this rank's own from the rank that
-/// had its keys.
-comm::Transfers KeyGradients::start_gradients(const Run& run, const Move& move) const {
-  const auto bytes = [&](bool moves, int owner) {
-    return moves ? at(memory_.key_sum_bytes(keys_.rows_of(run, owner))) : 0;
-  };
-  const comm::Piece sums{leaving_[at(move.slot)], bytes(move.sends, rank_at(move.distance)),
-                         arriving_[at(move.slot)], bytes(move.receives, rank())};
-  return layer_.comm.start_shifts({&sums, 1}, move.distance, run.stream,
-                                  gradient_steps_[at(ranks() - move.distance)].c_str());
 }
 
 }  // namespace longspan

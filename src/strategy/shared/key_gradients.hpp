@@ -16,6 +16,7 @@
 
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/gradient_memory.hpp"
+#include "src/strategy/shared/returning_sums.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
@@ -35,25 +36,23 @@ class KeyGradients {
 
  private:
   class Backward;
-  static constexpr std::size_t kSlots = 2;  // of guests, and of gradients on their way
+  static constexpr std::size_t kSlots = 2;  // of guests
 
   int rank() const { return layer_.comm.rank(); }
   int ranks() const { return layer_.comm.size(); }
   int rank_at(int distance) const { return (rank() + distance + ranks()) % ranks(); }
 
   comm::Transfers start_keys(const Run& run, const Move& move, const KeyBlock& own) const;
-  comm::Transfers start_gradients(const Run& run, const Move& move) const;
 
   LayerContext layer_;
   const TravellingKeys& keys_;
   GradientMemory memory_;
-  std::vector<std::string> key_steps_, gradient_steps_;  // names of steps, by distance
-  Route route_;                                          // of the current run
+  ReturningSums returning_;
+  std::vector<std::string> key_steps_;  // names of steps, by distance
+  Route route_;                         // of the current run
   Underway underway_;
-  std::array<KeyBlock, kSlots> guests_{};      // keys of other ranks
-  KeyBlock copy_;                              // of this rank's own keys
-  std::array<std::byte*, kSlots> leaving_{};   // sums of guests
-  std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks
+  std::array<KeyBlock, kSlots> guests_{};  // keys of other ranks
+  KeyBlock copy_;                          // of this rank's own keys
 };
 
 }  // namespace longspan

@@ -19,8 +19,11 @@ class RowGradients::Backward final : public Visitor {
       : g_(gradients), pass_(pass), args_(args), own_(own) {}
 
   comm::Transfers start(const Move& move) override {
-    return move.what == Move::blocks ? g_.start_rows(pass_.run, args_, move, own_)
-                                     : g_.start_gradients(pass_.run, move);
+    return move.what == Move::blocks
+               ? g_.start_rows(pass_.run, args_, move, own_)
+               : g_.returning_.start(move, pass_.run.stream, [this](int owner) {
+                   return g_.memory_.row_sum_bytes(g_.rows_.rows_of(pass_.run, owner));
+                 });
   }
 
   void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -37,7 +40,7 @@ class RowGradients::Backward final : public Visitor {
       p.q = {guest.q, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
       p.dout = {guest.dout, std::int64_t{bounds.heads} * bounds.value_dim, bounds.value_dim};
       p.terms = guest.terms;
-      p.dq = g_.memory_.row_sums(g_.leaving_[at(step.result_slot)], p.tokens);
+      p.dq = g_.memory_.row_sums(g_.returning_.leaving(step.result_slot), p.tokens);
       p.resume_keys = true;
     }
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
@@ -46,7 +49,7 @@ class RowGradients::Backward final : public Visitor {
   void arrived(const Move& move) override {
     if (move.what != Move::results || !move.receives) return;
     const std::int64_t rows = pass_.attend.tokens;
-    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.arriving_[at(move.slot)],
+    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.returning_.arrived(move.slot),
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
   }
 
@@ -64,14 +67,12 @@ RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows)
       rows_(rows),
       keys_(layer),
       memory_(layer, keys_),
+      returning_(layer.comm),
       row_steps_(1),
-      gradient_steps_(1),
       route_(ranks()),
       underway_(ranks()) {
   for (int s = 1; s < ranks(); ++s) {
     row_steps_.push_back(fmt::format("backward, ring of rows, step {} of {}", s, ranks() - 1));
-    gradient_steps_.push_back(
-        fmt::format("backward, ring of gradients, step {} of {}", s, ranks() - 1));
   }
 }
 
@@ -83,7 +84,7 @@ double RowGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double dout = rows * options.heads * options.of_values() * 4.0;
   const double terms = rows * options.heads * sizeof(kernels::RowTerm);
   return own + dout + kSlots * (rows * query_row_bytes(options) + dout + terms) +
-         2 * kSlots * GradientMemory::row_sum_bytes(options, rows);
+         2 * ReturningSums::kSlots * GradientMemory::row_sum_bytes(options, rows);
 }
 
 void RowGradients::lay_out(Parts& memory) {
@@ -95,8 +96,7 @@ void RowGradients::lay_out(Parts& memory) {
   for (Rows& guest : guests_)
     guest = {memory.take(at(rows * rows_.row_bytes())), memory.take(at(rows * dout_bytes(fp32))),
              memory.take_array<kernels::RowTerm>(at(rows * layer_.bounds.heads))};
-  for (std::byte*& sums : leaving_) sums = memory.take(at(memory_.row_sum_bytes(rows)));
-  for (std::byte*& sums : arriving_) sums = memory.take(at(memory_.row_sum_bytes(rows)));
+  returning_.lay_out(memory, memory_.row_sum_bytes(rows));
 }
 
 void RowGradients::find_starts(Pass& pass) const {
@@ -171,18 +171,6 @@ comm::Transfers RowGradients::start_rows(const Run& run, const GradientArgs& arg
                           piece(own.terms, to.terms, term_bytes())};
   return layer_.comm.start_shifts(pieces, move.distance, run.stream,
                                   row_steps_[at(move.distance)].c_str());
-}
-
-/// Returns the dq of a guest to its rank, and receives this rank's own from the rank that had its
-/// rows.
-comm::Transfers RowGradients::start_gradients(const Run& run, const Move& move) const {
-  const auto bytes = [&](bool moves, int owner) {
-    return moves ? at(memory_.row_sum_bytes(rows_.rows_of(run, owner))) : 0;
-  };
-  const comm::Piece sums{leaving_[at(move.slot)], bytes(move.sends, rank_at(move.distance)),
-                         arriving_[at(move.slot)], bytes(move.receives, rank())};
-  return layer_.comm.start_shifts({&sums, 1}, move.distance, run.stream,
-                                  gradient_steps_[at(ranks() - move.distance)].c_str());
 }
 
 }  // namespace longspan

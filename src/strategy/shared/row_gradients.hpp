@@ -15,6 +15,7 @@
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/gradient_memory.hpp"
+#include "src/strategy/shared/returning_sums.hpp"
 #include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -32,7 +33,7 @@ class RowGradients {
 
  private:
   class Backward;
-  static constexpr std::size_t kSlots = 2;  // of guests, and of dq on its way
+  static constexpr std::size_t kSlots = 2;  // of guests
 
   /// Rows with what backward needs of them, dense. It does not own them.
   struct Rows {
@@ -58,20 +59,18 @@ class RowGradients {
   Rows own_rows(const Run& run, const GradientArgs& args) const;
   comm::Transfers start_rows(const Run& run, const GradientArgs& args, const Move& move,
                              const Rows& own) const;
-  comm::Transfers start_gradients(const Run& run, const Move& move) const;
 
   LayerContext layer_;
   const DealtRows& rows_;
   TravellingKeys keys_;  // how many there are; they stay
   GradientMemory memory_;
-  std::vector<std::string> row_steps_, gradient_steps_;  // names of steps, by distance
-  Route route_;                                          // of the current run
+  ReturningSums returning_;
+  std::vector<std::string> row_steps_;  // names of steps, by distance
+  Route route_;                         // of the current run
   Underway underway_;
-  std::int32_t* starts_ = nullptr;             // [ranks, batch + 1] of the rows of each rank
-  std::byte* packed_dout_ = nullptr;           // this rank's dout, if it is not dense
-  std::array<Rows, kSlots> guests_{};          // rows of other ranks
-  std::array<std::byte*, kSlots> leaving_{};   // their dq
-  std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks
+  std::int32_t* starts_ = nullptr;     // [ranks, batch + 1] of the rows of each rank
+  std::byte* packed_dout_ = nullptr;   // this rank's dout, if it is not dense
+  std::array<Rows, kSlots> guests_{};  // rows of other ranks
 };
 
 }  // namespace longspan

@@ -96,6 +96,7 @@ class RankProblem {
       a.kv_len = Tensor(whole_.problem.shape.kv_len.data(), {p.batch()});
     }
     if (s.alibi) a.slopes = Tensor(p.slopes.data(), p.slopes.dtype, {s.heads});
+    if (!whole_.sinks.empty()) a.sinks = Tensor(whole_.sinks.data(), {s.heads});
     if (s.qq) {
       a.qq_bias = Tensor(p.qq.data(), p.qq.dtype, {p.qq_width(), p.qq_width()});
       a.qq_bias.stride[0] = p.qq_width() + HostProblem::kGap;
@@ -245,6 +246,9 @@ TEST(Gradients, AgreeWithFloat64) {
     const std::string strategy = strategies[random() % 3];
     HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
     whole.out_dtype = shape.dtype;
+    if (random() % 3 == 0)
+      for (int h = 0; h < shape.heads; ++h)
+        whole.sinks.push_back(static_cast<float>(random() % 100) / 25 - 2);
     SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
                  strategy + ", keys " + name(keys.layout) + ", rows " + name(queries.layout) +
                  ", " + name(shape.dtype));

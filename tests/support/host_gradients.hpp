@@ -50,7 +50,7 @@ class HostGradients {
   GradientResult<float> run(const kernels::Backend& backend, const std::vector<Shard>& shards,
                             bool invariant = false) {
     const HostShape& s = problem.shape;
-    const Result forward = problem.run(backend, shards);
+    const Result forward = problem.run(backend, shards, sinks.empty() ? nullptr : &sinks);
     std::vector<kernels::RowTerm> terms(problem.tokens() * s.heads);
     const std::int64_t row = std::int64_t{s.heads} * s.dim;
     backend.row_terms(
@@ -145,8 +145,9 @@ class HostGradients {
           const std::vector<Real> bias(wide.begin(), wide.end());
           const launcher::RowGradients<Real> own = launcher::add_gradients<Real>(
               q, keys, values, problem.visible(b, t), static_cast<Real>(problem.scale()),
-              static_cast<Real>(s.softcap), std::nullopt, bias, of_out,
-              dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums,
+              static_cast<Real>(s.softcap),
+              sinks.empty() ? std::nullopt : std::optional<Real>(static_cast<Real>(sinks[h])), bias,
+              of_out, dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums,
               given.out.empty() ? nullptr : &result);
           for (int c = 0; c < s.dim; ++c) all.dq[row * s.dim + c] = own.dq[c];
         }
@@ -163,9 +164,10 @@ class HostGradients {
   }
 
   HostProblem problem;
-  DType out_dtype = fp32;   // of the out that backward is given
-  std::vector<float> dout;  // [tokens, heads, dim]
-  std::vector<float> dlse;  // [tokens, heads]; empty: none
+  DType out_dtype = fp32;    // of the out that backward is given
+  std::vector<float> dout;   // [tokens, heads, dim]
+  std::vector<float> dlse;   // [tokens, heads]; empty: none
+  std::vector<float> sinks;  // [heads]; empty: none
 
  private:
   std::int64_t local_keys(const Shard& shard) const {

@@ -13,11 +13,14 @@ namespace {
 
 std::vector<Shard> one() { return {Shard::contiguous(0, 0, 1)}; }
 
-void expect_exact(const HostShape& shape, const std::vector<Shard>& shards = one()) {
+void expect_exact(const HostShape& shape, const std::vector<Shard>& shards = one(),
+                  const std::vector<float>& sinks = {}) {
   const std::uint32_t seed = fresh_seed();
   HostGradients problem(shape, seed);
+  problem.sinks = sinks;
   const GradientResult<double> exact = problem.plain<double>();
-  const GradientBounds bounds(problem, problem.problem.run(*kernels::host_backend(1), shards));
+  const GradientBounds bounds(problem, problem.problem.run(*kernels::host_backend(1), shards,
+                                                           sinks.empty() ? nullptr : &sinks));
   for (const int threads : {1, 3}) {  // heads by themselves, and two passes
     const auto backend = kernels::host_backend(threads);
     for (const bool invariant : {false, true}) {
@@ -48,6 +51,11 @@ TEST(HostGradients, Biases) {
     s.softcap = 2;
     expect_exact(s);
   }
+}
+
+TEST(HostGradients, Sinks) {
+  expect_exact({.query_len = {70}, .kv_len = {200}, .mask = {.causal = true}}, one(),
+               {0.5f, -1.0f, 3.0f, 0.0f});
 }
 
 TEST(HostGradients, BatchesOfDifferentLengths) {

@@ -148,9 +148,11 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
             : shard.for_sequence(b).local_len(run.attend.batch.keys(b, shard));
     for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
       const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
-      kernels::TokenRows places{nullptr, to->stride[apart ? 1 : 0], to->stride[apart ? 2 : 1]};
-      const std::int64_t offset = apart ? b * to->stride[0] : first * places.row_stride;
-      places.data = static_cast<std::byte*>(to->data) + storage_of(to->dtype).bytes(offset);
+      const std::int64_t row_stride = to->stride[apart ? 1 : 0];
+      const std::int64_t offset = apart ? b * to->stride[0] : first * row_stride;
+      const kernels::TokenRows places(
+          static_cast<std::byte*>(to->data) + storage_of(to->dtype).bytes(offset), row_stride,
+          to->stride[apart ? 2 : 1]);
       kernels::GradientSums part = sums;
       part.data = sums.at(0, first);
       put(part, count, *to, places, 1);

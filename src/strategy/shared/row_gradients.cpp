@@ -91,7 +91,8 @@ void RowGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   if (ranks() == 1) return;
   const std::int64_t rows = layer_.bounds.tokens;
-  starts_ = memory.take_array<std::int32_t>(at(ranks() * (layer_.bounds.batch.size + 1)));
+  starts_ =
+      memory.take_array<std::int32_t>(at(std::int64_t{ranks()} * (layer_.bounds.batch.size + 1)));
   packed_dout_ = memory.take(at(rows * dout_bytes(fp32)));
   for (Rows& guest : guests_)
     guest = {memory.take(at(rows * rows_.row_bytes())), memory.take(at(rows * dout_bytes(fp32))),

@@ -79,7 +79,7 @@ void RunDescription::array(const char* name, const Tensor& values) {
   for (int i = 0; i < array.shown; ++i) array.first[i] = array.where.bits(i);
 }
 
-RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
+RunDescription::RunDescription(const AttentionArgs& args, const Options& o, Backward backward) {
   // Arguments that are always compared come first, so that lists of two ranks stay aligned until a
   // value differs.
   visit_arguments(args, [&]<class T>(const ArgumentInfo& argument, const T& value) {
@@ -95,12 +95,14 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o) {
   else
     number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
-  if (o.gradients) number("backward", false, Kind::yes_no);
+  if (o.gradients || backward.yes) number("backward", backward.yes, Kind::yes_no);
 }
 
+RunDescription::RunDescription(const AttentionArgs& args, const Options& o)
+    : RunDescription(args, o, Backward{false}) {}
+
 RunDescription::RunDescription(const GradientArgs& args, const Options& o)
-    : RunDescription(args.run, o) {
-  values_.at(count_ - 1).value = true;  // of "backward", the last of a run's
+    : RunDescription(args.run, o, Backward{true}) {
   number("dout", static_cast<std::int64_t>(args.dout.dtype), Kind::dtype);
 }
 

@@ -74,6 +74,10 @@ class RunDescription {
     int shown;
   };
 
+  struct Backward {
+    bool yes;
+  };
+  RunDescription(const AttentionArgs& args, const Options& options, Backward backward);
   void add_arrays(const AttentionArgs& args, const Options& options, bool reads_arrays);
   void number(const char* name, std::int64_t value, Kind kind = Kind::number);
   void array(const char* name, const Tensor& values);

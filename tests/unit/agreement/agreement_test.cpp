@@ -821,5 +821,29 @@ TEST(Agreement, ALogKeepsTheLastRuns) {
   EXPECT_TRUE(history.describe(RunHistory::kRuns + 2).empty()) << "a run that is not there yet";
 }
 
+/// A backward differs from its run by one value, also where the layer has no gradients and refuses
+/// it.
+TEST(Agreement, ABackwardIsDescribedAsItsRun) {
+  for (const bool gradients : {false, true}) {
+    Options o;
+    o.gradients = gradients;
+    GradientArgs args;
+    args.run.total_keys = 77;
+    const auto value_of = [](const NamedValues& all, const std::string& name) {
+      for (const auto& [key, value] : all)
+        if (key == name) return value;
+      return std::string("not named");
+    };
+    const NamedValues run = RunDescription(args.run, o).text(nullptr, 0);
+    const NamedValues backward = RunDescription(args, o).text(nullptr, 0);
+    EXPECT_EQ(value_of(run, "backward"), gradients ? "false" : "not named");
+    EXPECT_EQ(value_of(backward, "backward"), "true");
+    for (std::size_t i = 0; i < run.size(); ++i)
+      if (run[i].first != "backward") {
+        EXPECT_EQ(backward.at(i), run[i]);
+      }
+  }
+}
+
 }  // namespace
 }  // namespace longspan

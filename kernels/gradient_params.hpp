@@ -20,10 +20,10 @@ namespace longspan::kernels {
 
 /// What backward needs of a row besides its tensors.
 struct RowTerm {
-  float lse = 0;       // in base 2; -inf: the row sees nothing
-  float lse_rest = 0;  // what the rounding of lse left, so that a weight loses no more than the
-                       // natural lse has lost
-  float d = 0;         // D
+  float lse = 0;      // in base 2; -inf: the row sees nothing
+  float lse_low = 0;  // what the rounding of lse left, so that a weight loses no more than the
+                      // natural lse has lost
+  float d = 0;        // D
 };
 
 /// Makes the terms of all rows of a batch.

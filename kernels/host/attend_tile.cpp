@@ -30,27 +30,6 @@ HWY_BEFORE_NAMESPACE();
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
-constexpr int kLaneSums = 16 / kLanes;  // vectors that hold the 16 lanes of a sum
-
-/// Adds the upper half to the lower half, until one lane is left.
-template <class D>
-HWY_INLINE float sum_halves([[maybe_unused]] D d, hn::Vec<D> lanes) {
-#if HWY_TARGET != HWY_SCALAR
-  if constexpr (hn::MaxLanes(d) > 1) {
-    const hn::Half<D> half;
-    return sum_halves(half, hn::Add(hn::LowerHalf(half, lanes), hn::UpperHalf(half, lanes)));
-  }
-#endif
-  return hn::GetLane(lanes);
-}
-
-/// The sum of 16 lanes in one shape: lane i with lane i + 8, then i + 4, i + 2, i + 1.
-HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
-  for (int half = kLaneSums / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] = hn::Add(lanes[i], lanes[i + half]);
-  return sum_halves(Lanes(), lanes[0]);
-}
-
 /// Turns the scores of kRows rows, 128 apart, into their weights, in place, and writes their max
 /// and sum. `keys` is aligned to 16. A row waits only for its own max, so several rows at once hide
 /// that latency.

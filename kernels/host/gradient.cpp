@@ -230,8 +230,7 @@ class GradientRun {
   }
 
   bool sees(const Tile& rows, const Segment& keys) const {
-    const Interval next = Visible(p_, rows).next(keys.first);
-    return !next.empty() && next.begin < keys.first + keys.keys;
+    return Visible(p_, rows).some_row_sees(keys);
   }
 
   const GradientParams& p_;

@@ -41,33 +41,13 @@ struct Left {
 
 template <int kRows, int kVecs>
 HWY_INLINE void add_product_block(Left a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride) {
-  const Lanes d;
-  Vec sums[kRows][kVecs];
-  HWY_UNROLL(8)
-  for (int r = 0; r < kRows; ++r) {
-    HWY_UNROLL(8)
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::Zero(d);
-  }
-  const float* left = a.data;
-  for (int k = 0; k < depth; ++k, left += a.depth) {
-    Vec right[kVecs];
-    HWY_UNROLL(8)
-    for (int v = 0; v < kVecs; ++v) right[v] = hn::LoadU(d, b.at(k, v * kLanes));
-    HWY_UNROLL(8)
-    for (int r = 0; r < kRows; ++r) {
-      const Vec factor = hn::Set(d, left[r * a.row]);
-      HWY_UNROLL(8)
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::MulAdd(factor, right[v], sums[r][v]);
-    }
-  }
-  HWY_UNROLL(8)
-  for (int r = 0; r < kRows; ++r) {
-    HWY_UNROLL(8)
-    for (int v = 0; v < kVecs; ++v) {
-      float* const to = c + r * c_stride + v * kLanes;
-      hn::StoreU(hn::Add(hn::LoadU(d, to), sums[r][v]), d, to);
-    }
-  }
+  multiply_in_registers<kRows, kVecs>(
+      [&](int r, int k) HWY_ATTR { return a.data[r * a.row + k * a.depth]; }, b, depth,
+      [&](int r, int v, Vec sum) HWY_ATTR {
+        const Lanes d;
+        float* const to = c + r * c_stride + v * kLanes;
+        hn::StoreU(hn::Add(hn::LoadU(d, to), sum), d, to);
+      });
 }
 
 /// C += A B; columns is a multiple of 16. Blocks of columns are outermost, so that a block of B
@@ -213,12 +193,12 @@ class TileGradient {
 
     const Vec minus_infinity = hn::Set(d, -infinity()), zero = hn::Zero(d);
     const Vec lse = hn::Set(d, term.lse == -infinity() ? infinity() : term.lse);
-    const Vec lse_rest = hn::Set(d, term.lse_rest);
+    const Vec lse_low = hn::Set(d, term.lse_low);
     const Vec row_d = hn::Set(d, term.d), times = hn::Set(d, factor);
     const Vec scale = hn::Set(d, p_.score.scale), most = hn::Set(d, 126.0f);
     for (int j = keys.begin; j < keys.end; j += kLanes) {
       const Vec score = hn::Load(d, s + j);
-      Vec x = hn::Sub(hn::MulSub(score, times, lse), lse_rest);
+      Vec x = hn::Sub(hn::MulSub(score, times, lse), lse_low);
       x = hn::IfThenElse(hn::Gt(x, most), most, x);  // an lse that does not belong to the scores
       const Vec p = hn::IfThenElse(hn::Eq(score, minus_infinity), zero, exp2(x));
       Vec dx = hn::Mul(hn::Mul(p, hn::Sub(hn::Load(d, ds + j), row_d)), scale);
@@ -299,39 +279,38 @@ void pack_gradient_rows(const GradientParams& p, const Tile& tile, const Gradien
   });
 }
 
-/// The sum of products of n floats, in one shape of 16 lanes; n is a multiple of 8.
+/// The sum of products of n floats, in one shape of 16 lanes; n is a multiple of 16.
 float dot(const float* a, const float* b, int n) {
-  const Lanes8 d;
-  constexpr int kSums = 16 / kLanes8;
-  hn::Vec<Lanes8> sums[kSums];
-  for (auto& sum : sums) sum = hn::Zero(d);
-  for (int c = 0; c < n; c += kLanes8) {
-    auto& sum = sums[c / kLanes8 % kSums];
-    sum = hn::MulAdd(hn::LoadU(d, a + c), hn::LoadU(d, b + c), sum);
-  }
-  float lanes[16];
-  for (int i = 0; i < kSums; ++i) hn::StoreU(sums[i], d, lanes + i * kLanes8);
-  for (int half = 8; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+  const Lanes d;
+  Vec sums[kLaneSums];
+  for (Vec& sum : sums) sum = hn::Zero(d);
+  for (int c = 0; c < n; c += 16)
+    for (int i = 0; i < kLaneSums; ++i) {
+      const int at = c + i * kLanes;
+      sums[i] = hn::MulAdd(hn::Load(d, a + at), hn::Load(d, b + at), sums[i]);
+    }
+  return sum_lanes(sums);
 }
 
 void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
-  HWY_ALIGN float out[kMaxHeadDim], dout[kMaxHeadDim];
+  HWY_ALIGN float out[kMaxHeadDim + 16], dout[kMaxHeadDim + 16];
+  const int columns = GradientSums::padded(p.value_dim);
   for (std::int64_t token = begin; token < end; ++token) {
     for (int head = 0; head < p.heads; ++head) {
-      with_type(p.out_dtype,
-                [&]<class T>(const T*) { widen(p.out.at<T>(token, head), p.value_dim, out); });
-      with_type(p.dout_dtype,
-                [&]<class T>(const T*) { widen(p.dout.at<T>(token, head), p.value_dim, dout); });
+      with_type(p.out_dtype, [&]<class T>(const T*) {
+        widen_padded(p.out.at<T>(token, head), p.value_dim, columns, out);
+      });
+      with_type(p.dout_dtype, [&]<class T>(const T*) {
+        widen_padded(p.dout.at<T>(token, head), p.value_dim, columns, dout);
+      });
       const float natural = *p.lse.at(token, head);
       RowTerm& term = p.terms[token * p.heads + head];
       term = {-infinity(), 0.0f, 0.0f};
       if (natural == -infinity()) continue;  // it sees nothing, and its dout may hold anything
       const double exact = natural * 1.4426950408889634;
       term.lse = static_cast<float>(exact);
-      term.lse_rest = static_cast<float>(exact - term.lse);
-      term.d = dot(dout, out, p.value_dim);
+      term.lse_low = static_cast<float>(exact - term.lse);
+      term.d = dot(dout, out, columns);
       if (p.dlse.data != nullptr) term.d -= *p.dlse.at(token, head);
     }
   }

@@ -42,8 +42,10 @@ struct Matrix {
   }
 };
 
-template <int kRows, int kVecs>
-HWY_INLINE void multiply_block(Matrix a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride) {
+/// Sums of kRows by kVecs vectors in registers: left(r, k) is A's element, and use(r, v, sum) takes
+/// each sum at the end.
+template <int kRows, int kVecs, class Left, class Use>
+HWY_INLINE void multiply_in_registers(const Left& left, Matrix b, int depth, const Use& use) {
   const Lanes d;
   Vec sums[kRows][kVecs];
   HWY_UNROLL(8)
@@ -57,16 +59,24 @@ HWY_INLINE void multiply_block(Matrix a, Matrix b, int depth, float* c, std::ptr
     for (int v = 0; v < kVecs; ++v) right[v] = hn::LoadU(d, b.at(k, v * kLanes));
     HWY_UNROLL(8)
     for (int r = 0; r < kRows; ++r) {
-      const Vec left = hn::Set(d, *a.at(r, k));
+      const Vec factor = hn::Set(d, left(r, k));
       HWY_UNROLL(8)
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::MulAdd(left, right[v], sums[r][v]);
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = hn::MulAdd(factor, right[v], sums[r][v]);
     }
   }
   HWY_UNROLL(8)
   for (int r = 0; r < kRows; ++r) {
     HWY_UNROLL(8)
-    for (int v = 0; v < kVecs; ++v) hn::StoreU(sums[r][v], d, c + r * c_stride + v * kLanes);
+    for (int v = 0; v < kVecs; ++v) use(r, v, sums[r][v]);
   }
+}
+
+template <int kRows, int kVecs>
+HWY_INLINE void multiply_block(Matrix a, Matrix b, int depth, float* c, std::ptrdiff_t c_stride) {
+  multiply_in_registers<kRows, kVecs>([&](int r, int k) HWY_ATTR { return *a.at(r, k); }, b, depth,
+                                      [&](int r, int v, Vec sum) HWY_ATTR {
+                                        hn::StoreU(sum, Lanes(), c + r * c_stride + v * kLanes);
+                                      });
 }
 
 /// C = A B, with rows <= kBlockRows and columns a multiple of 16.

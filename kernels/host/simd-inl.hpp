@@ -112,6 +112,27 @@ HWY_INLINE Vec exp2(Vec x) {
 
 HWY_INLINE Vec tanh(Vec x) { return hn::Tanh(Lanes(), x); }
 
+inline constexpr int kLaneSums = 16 / kLanes;  // vectors that hold the 16 lanes of a sum
+
+/// Adds the upper half to the lower half, until one lane is left.
+template <class D>
+HWY_INLINE float sum_halves([[maybe_unused]] D d, hn::Vec<D> lanes) {
+#if HWY_TARGET != HWY_SCALAR
+  if constexpr (hn::MaxLanes(d) > 1) {
+    const hn::Half<D> half;
+    return sum_halves(half, hn::Add(hn::LowerHalf(half, lanes), hn::UpperHalf(half, lanes)));
+  }
+#endif
+  return hn::GetLane(lanes);
+}
+
+/// The sum of 16 lanes in one shape: lane i with lane i + 8, then i + 4, i + 2, i + 1.
+HWY_INLINE float sum_lanes(Vec (&lanes)[kLaneSums]) {
+  for (int half = kLaneSums / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] = hn::Add(lanes[i], lanes[i + half]);
+  return sum_halves(Lanes(), lanes[0]);
+}
+
 /// Calls f<rows>() for rows in [1, kRows].
 template <int kRows, class F>
 HWY_INLINE void with_rows(int rows, F&& f) {

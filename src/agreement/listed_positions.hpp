@@ -78,7 +78,7 @@ class ListedPositions {
   bool agree_on_length(std::int64_t most) const;
   /// Reads the tables of a run. False if they cannot be read now.
   bool read(const Run& run, Tables& tables);
-  /// recv [ranks, count] = every rank's `send`. `said`: as in Transport::all_gather.
+  /// recv [ranks, count] = every rank's `send`. `digests`: as in Transport::all_gather.
   template <class T>
   void gather(const T* send, std::size_t count, T* recv, Stream stream, const char* step,
               std::uint64_t* digests = nullptr) const;
@@ -90,8 +90,8 @@ class ListedPositions {
 
   comm::Transport& comm_;
   bool keys_;                               // are listed
-  bool rows_;                               // keys are listed
-  std::vector<Report> reports_;             // rows of sharded queries are listed
+  bool rows_;                               // of sharded queries are listed
+  std::vector<Report> reports_;             // [ranks]; empty if nothing is checked
   std::vector<std::int64_t> keys_of_rank_;  // [ranks]
   Whole whole_keys_, whole_rows_;
   std::vector<std::int64_t> key_table_, row_table_;  // host copies of tables on a GPU

@@ -26,8 +26,10 @@ struct Rotation {
 /// of an integer position and the turns of one position loses nothing by its size.
 LONGSPAN_HD inline Rotation rotation_of(std::uint64_t turn) {
   const std::uint64_t quarter = (turn + (std::uint64_t{1} << 61)) >> 62;  // the nearest
-  const auto rest = static_cast<std::int64_t>(turn - (quarter << 62));    // at most an eighth turn
-  const float angle = static_cast<float>(rest) * (6.283185307179586f / 18446744073709551616.0f);
+  const auto remainder =
+      static_cast<std::int64_t>(turn - (quarter << 62));  // at most an eighth turn
+  const float angle =
+      static_cast<float>(remainder) * (6.283185307179586f / 18446744073709551616.0f);
   const float square = angle * angle;
   // Minimax polynomials over an eighth of a turn (Moshier, Cephes), within one unit of fp32.
   const float sin =

@@ -81,8 +81,8 @@ class RingMaker {
   }
 
   /// The next step in which this rank takes part in a move; the number of ranks if there is none.
-  /// Moves home are interleaved with others, in the same order on all ranks, so no step is skipped
-  /// there.
+  /// Moves of results are interleaved with others, in the same order on all ranks, so no step is
+  /// skipped there.
   int next_of(int s) const {
     const bool skips = !ring_.by_copy_engines && !ring_.returns_results;
     do ++s;

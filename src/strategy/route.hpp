@@ -54,7 +54,7 @@ struct Route {
   std::vector<Move> moves;
   std::vector<Step> steps;
 
-  /// The most moves of a route among `ranks` ranks: out and home, words, and a few parts.
+  /// The most moves of a route among `ranks` ranks: blocks and results, digests, and a few parts.
   static constexpr std::size_t most_moves(int ranks) {
     return 2 * static_cast<std::size_t>(ranks) + 4;
   }
@@ -81,8 +81,8 @@ struct Ring {
   int slots = 2;       // that receive guests, in turn
   int first_slot = 0;  // of them
   // Copy engines fill the slots while a visit has the multiprocessors to itself. A sender has to
-  // know the slot, so the step alone determines it, and words travel with the blocks. If each step
-  // has its own slot, all blocks start at once.
+  // know the slot, so the step alone determines it, and digests travel with the blocks. If each
+  // step has its own slot, all blocks start at once.
   bool by_copy_engines = false;
   bool digests_first = false;    // nothing else moves until they are compared
   bool returns_results = false;  // those of guests go to their ranks, and a finish folds them

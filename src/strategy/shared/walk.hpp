@@ -13,8 +13,8 @@ class Visitor {
  public:
   virtual ~Visitor() = default;
 
-  /// Starts a move, unless it is only words, or queues all of it. The caller waits for the returned
-  /// transfers.
+  /// Starts a move, unless it is only digests, or queues all of it. The caller waits for the
+  /// returned transfers.
   virtual comm::Transfers start(const Move& move) = 0;
 
   /// Attends to the guest of a step, or to all. On CPUs it calls `between` from time to time.
@@ -41,7 +41,7 @@ class Underway {
 
  private:
   std::vector<comm::Transfers> moves_;
-  comm::Transfer digests_;  // of a move of words only
+  comm::Transfer digests_;  // of a move of digests only
 };
 
 /// Walks it for a run. `compare_step` names the comparison of the ranks' reports, if they travel by

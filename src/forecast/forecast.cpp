@@ -128,6 +128,19 @@ RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, c
   return cost;
 }
 
+/// Why a strategy cannot give the gradients that the options ask for; empty if it can.
+std::string refuse_gradients(const StrategyEntry& entry, const Options& options, int ranks) {
+  if (!options.gradients) return "";
+  if (!entry.has_gradients) return "it has no gradients (Options::gradients)";
+  if (ranks == 1) return "";
+  if (!options.queries)
+    return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
+           "gradients of keys would be counted once a rank";
+  if (options.invariant)
+    return "its gradients are the same from run to run, not for every number of ranks (invariant)";
+  return "";
+}
+
 }  // namespace
 
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
@@ -139,9 +152,8 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     const StrategyEntry& entry = entry_of(info);
     Forecast& f = all.emplace_back();
     f.strategy = &info;
-    f.refusal = options.gradients && !entry.has_gradients
-                    ? "it has no gradients (Options::gradients)"
-                    : entry.refusal(options, ranks);
+    f.refusal = refuse_gradients(entry, options, ranks);
+    if (f.refusal.empty()) f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);
     f.cost = cost_of(entry, options, ranks, size, device);

@@ -290,16 +290,19 @@ struct Attention::Impl {
     attend.new_v = p.new_v;
   }
 
-  Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream) {
+  /// `has_phases`: it marks them, if the layer measures phases.
+  Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream,
+               bool has_phases = true) {
+    const bool timed = has_phases && clock.has_value();
     return {.args = args,
             .arrays = checked.arrays,
             .stream = stream,
             .attend = attend_params(args, checked),
             .merge = merge_params(args, checked.arrays),
             .listed_keys = listed->counts(),
-            .timed = clock.has_value(),
-            .enter = [this, stream](Phase phase) {
-              if (clock) clock->mark(phase, stream);
+            .timed = timed,
+            .enter = [this, stream, timed](Phase phase) {
+              if (timed) clock->mark(phase, stream);
             }};
   }
 };
@@ -349,11 +352,9 @@ void Attention::backward(const GradientArgs& given, Stream stream) {
       layer.runs->checked([&] { return check_gradients(args, layer.options, layer.world); },
                           [&] { return RunDescription(args, layer.options); });
   layer.runs->check();
-  Run run = layer.make_run(args.run, checked, stream);
-  run.enter = [](Phase) {};  // phases are those of runs
-  run.timed = false;
+  const Run run = layer.make_run(args.run, checked, stream, false);
   Pass pass(run);
-  pass.keys_travel = true;
+  layer.strategy->prepare(pass);
   layer.begin(pass, args);
   layer.find_key_starts(checked, stream);
   layer.check_listed(pass);

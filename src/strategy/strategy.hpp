@@ -131,7 +131,7 @@ class Strategy {
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
 
-  /// Queues the backward of a run, if StrategyEntry::has_gradients. The arguments were checked.
+  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::has_gradients.
   virtual void backward(Pass& pass, const GradientArgs& args);
 };
 

@@ -63,10 +63,7 @@ class GatherKv final : public Strategy {
     memory.bytes = std::max(memory.bytes, slots.bytes);
   }
 
-  void backward(Pass& pass, const GradientArgs& args) override {
-    keys_.check(pass.run, "gather-kv");
-    gradients_->backward(pass, args);
-  }
+  void backward(Pass& pass, const GradientArgs& args) override { gradients_->backward(pass, args); }
 
   ExchangeInfo exchange() const override {
     return puts_ ? puts_->exchange() : ExchangeInfo{Exchange::gather};
@@ -147,18 +144,9 @@ class GatherKv final : public Strategy {
   /// On CPUs: every rank knows how many keys each rank has, so exactly these travel.
   comm::Transfers start_shift(const Run& run, const Move& move, const KeyBlock& own,
                               std::int64_t most) const {
-    const int rank = layer_.comm.rank(), from = (rank - move.distance + ranks()) % ranks();
-    const KeyBlock to = slot_of(from, most);
-    const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
-      const auto bytes = [&](int p) {
-        return static_cast<std::size_t>(keys_.rows_of(run, p) * row_bytes);
-      };
-      return comm::Piece{sent, bytes(rank), received, bytes(from)};
-    };
-    const std::array pieces{piece(own.k, to.k, keys_.key_bytes()),
-                            piece(own.v, to.v, keys_.value_bytes()),
-                            piece(own.positions, to.positions, sizeof(std::int64_t))};
-    const std::size_t count = to.positions != nullptr ? 3 : 2;
+    const int from = (layer_.comm.rank() - move.distance + ranks()) % ranks();
+    std::array<comm::Piece, TravellingKeys::kPieces> pieces;
+    const std::size_t count = keys_.list_pieces(run, move, own, slot_of(from, most), pieces.data());
     return layer_.comm.start_shifts({pieces.data(), count}, move.distance, run.stream,
                                     "gather of keys");
   }
@@ -256,7 +244,6 @@ std::string refusal(const Options& options, int ranks) {
   if (std::string parts = refuse_parts(options); !parts.empty()) return parts;
   if (ranks == 1) return "";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
-  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

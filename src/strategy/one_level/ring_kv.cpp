@@ -63,10 +63,7 @@ class RingKv final : public Strategy {
     }
   }
 
-  void backward(Pass& pass, const GradientArgs& args) override {
-    keys_.check(pass.run, "ring-kv");
-    gradients_->backward(pass, args);
-  }
+  void backward(Pass& pass, const GradientArgs& args) override { gradients_->backward(pass, args); }
 
   ExchangeInfo exchange() const override { return exchange_; }
 
@@ -156,20 +153,9 @@ class RingKv final : public Strategy {
   /// Starts the transfers of a step: keys, values, positions of listed keys and, into a receive
   /// buffer, this rank's report of the run.
   comm::Transfers start(const Run& run, const Move& step, const KeyBlock& own) const {
-    const KeyBlock& to = block(step.slot);
     const int rank = layer_.comm.rank(), from = rank_at(-step.distance);
-    const auto bytes = [&](bool is_moved, int owner, std::int64_t row_bytes) {
-      return is_moved ? static_cast<std::size_t>(keys_.rows_of(run, owner) * row_bytes) : 0;
-    };
-    std::array<comm::Piece, comm::Transfers::kMost> pieces;
-    std::size_t count = 0;
-    const auto move = [&](const void* sent, void* received, std::int64_t row_bytes) {
-      pieces[count++] = {sent, bytes(step.sends, rank, row_bytes), received,
-                         bytes(step.receives, from, row_bytes)};
-    };
-    move(own.k, to.k, keys_.key_bytes());
-    move(own.v, to.v, keys_.value_bytes());
-    if (to.positions != nullptr) move(own.positions, to.positions, sizeof(std::int64_t));
+    std::array<comm::Piece, TravellingKeys::kPieces + 1> pieces;
+    std::size_t count = keys_.list_pieces(run, step, own, block(step.slot), pieces.data());
     if (step.has_digests)
       pieces[count++] = {digests_ + rank, sizeof *digests_, digests_ + from, sizeof *digests_,
                          digests_ + rank};
@@ -198,7 +184,7 @@ class RingKv final : public Strategy {
   std::vector<KeyBlock> blocks_;       // that receive keys
   KeyBlock copy_;                      // of this rank's own keys
   std::shared_ptr<std::byte>
-      receive_buffer_;                // of blocks and words; null: blocks are the layer's memory
+      receive_buffer_;                // of blocks and digests; null: blocks are the layer's memory
   std::uint64_t* digests_ = nullptr;  // [ranks] each rank's report of the run
   ExchangeInfo exchange_;
 };
@@ -209,7 +195,6 @@ std::string refusal(const Options& options, int ranks) {
   if (!options.queries)
     return "it shares the work by rows of the queries, which must be sharded (Options::queries)";
   if (std::string keys = refuse_travelling_keys(options, ranks); !keys.empty()) return keys;
-  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends keys, and does not take exchange {}", name(options.exchange));
   return "";

@@ -2,7 +2,7 @@
 // states come back.
 //
 //     for s = 1 ... P - 1:  state = attend(rows of rank - s, my keys)   while those of rank - s - 1
-//     arrive, and the state of rank - s + 1 goes home
+//     arrive, and the state of rank - s + 1 returns
 //     out = merge(every rank's state of my rows)
 //
 // Every rank sends its own rows, in step s to rank + s; rows that see no key of a rank do not
@@ -58,8 +58,8 @@ class RingQ final : public Strategy {
   }
 
   void backward(Pass& pass, const GradientArgs& args) override {
-    check(pass.run);
-    gradients_->backward(pass, args);
+    if (ranks() > 1) find_starts(pass);
+    gradients_->backward(pass, args, starts_);
   }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
@@ -255,7 +255,6 @@ std::string refusal(const Options& options, int ranks) {
   if (ranks == 1) return "";
   if (!options.queries)
     return "it sends the rows of sharded queries (Options::queries); others have none to send";
-  if (std::string why = refuse_gradients(options, ranks); !why.empty()) return why;
   if (options.exchange != Exchange::automatic && options.exchange != Exchange::gather)
     return fmt::format("it sends rows and their states, and does not take exchange {}",
                        name(options.exchange));

@@ -19,16 +19,6 @@ kernels::GradientParams bounds_of(const LayerContext& layer) {
 
 }  // namespace
 
-std::string refuse_gradients(const Options& options, int ranks) {
-  if (!options.gradients || ranks == 1) return "";
-  if (!options.queries)
-    return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
-           "gradients of keys would be counted once a rank";
-  if (options.invariant)
-    return "its gradients are the same from run to run, not for every number of ranks (invariant)";
-  return "";
-}
-
 GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& keys)
     : layer_(layer),
       keys_(keys),

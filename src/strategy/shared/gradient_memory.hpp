@@ -10,9 +10,6 @@
 
 namespace longspan {
 
-/// Why gradients of sharded rows and keys cannot be had; empty if they can.
-std::string refuse_gradients(const Options& options, int ranks);
-
 class GradientMemory {
  public:
   /// fp32 gradients of the keys and values of one rank: those of values behind those of keys.

@@ -11,14 +11,10 @@
 
 #include <array>
 #include <cstddef>
-#include <string>
-#include <vector>
 
-#include "src/strategy/route.hpp"
 #include "src/strategy/shared/gradient_memory.hpp"
-#include "src/strategy/shared/returning_sums.hpp"
+#include "src/strategy/shared/gradient_ring.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
-#include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -36,23 +32,13 @@ class KeyGradients {
 
  private:
   class Backward;
-  static constexpr std::size_t kSlots = 2;  // of guests
-
-  int rank() const { return layer_.comm.rank(); }
-  int ranks() const { return layer_.comm.size(); }
-  int rank_at(int distance) const { return (rank() + distance + ranks()) % ranks(); }
-
-  comm::Transfers start_keys(const Run& run, const Move& move, const KeyBlock& own) const;
 
   LayerContext layer_;
   const TravellingKeys& keys_;
   GradientMemory memory_;
-  ReturningSums returning_;
-  std::vector<std::string> key_steps_;  // names of steps, by distance
-  Route route_;                         // of the current run
-  Underway underway_;
-  std::array<KeyBlock, kSlots> guests_{};  // keys of other ranks
-  KeyBlock copy_;                          // of this rank's own keys
+  GradientRing ring_;
+  std::array<KeyBlock, GradientRing::kSlots> guests_{};  // keys of other ranks
+  KeyBlock copy_;                                        // of this rank's own keys
 };
 
 }  // namespace longspan

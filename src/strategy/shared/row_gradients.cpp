@@ -1,7 +1,5 @@
 #include "src/strategy/shared/row_gradients.hpp"
 
-#include <fmt/format.h>
-
 #include "src/arguments/tensor_checks.hpp"
 
 namespace longspan {
@@ -15,15 +13,24 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 class RowGradients::Backward final : public Visitor {
  public:
   Backward(const RowGradients& gradients, const Pass& pass, const GradientArgs& args,
-           const Rows& own)
-      : g_(gradients), pass_(pass), args_(args), own_(own) {}
+           const Rows& own, std::int32_t* starts)
+      : g_(gradients), pass_(pass), args_(args), own_(own), starts_(starts) {}
 
   comm::Transfers start(const Move& move) override {
-    return move.what == Move::blocks
-               ? g_.start_rows(pass_.run, args_, move, own_)
-               : g_.returning_.start(move, pass_.run.stream, [this](int owner) {
-                   return g_.memory_.row_sum_bytes(g_.rows_.rows_of(pass_.run, owner));
-                 });
+    const Run& run = pass_.run;
+    const auto rows_of = [&](int owner) { return g_.rows_.rows_of(run, owner); };
+    if (move.what == Move::results)
+      return g_.ring_.start_results(
+          move, run.stream, [&](int owner) { return g_.memory_.row_sum_bytes(rows_of(owner)); });
+    const Rows& to = g_.guests_[at(move.slot)];
+    const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
+      return g_.ring_.piece(move, sent, received,
+                            [&](int owner) { return rows_of(owner) * row_bytes; });
+    };
+    const std::array pieces{piece(own_.q, to.q, g_.rows_.row_bytes()),
+                            piece(own_.dout, to.dout, g_.dout_bytes(args_.dout.dtype)),
+                            piece(own_.terms, to.terms, g_.term_bytes())};
+    return g_.ring_.start(pieces, move, run.stream);
   }
 
   void visit(const Step& step, const kernels::BetweenTiles& between) override {
@@ -32,15 +39,16 @@ class RowGradients::Backward final : public Visitor {
     kernels::GradientParams p = g_.memory_.params(pass_, args_);
     g_.memory_.give_key_sums(p, g_.memory_.own_keys(run), g_.memory_.own_key_starts());
     if (step.guest != Step::kOwn) {
-      const int owner = g_.rank_at(-step.guest);
+      const int owner = g_.ring_.rank_at(-step.guest);
       const Rows& guest = g_.guests_[at(step.slot)];
       p.tokens = g_.rows_.rows_of(run, owner);
       p.queries = run.arrays.queries.with_rank(owner);
-      if (run.arrays.query_start != nullptr) p.batch.query_start = g_.starts_of(run, owner);
+      if (run.arrays.query_start != nullptr)
+        p.batch.query_start = starts_ + std::int64_t{owner} * (run.arrays.batch + 1);
       p.q = {guest.q, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
       p.dout = {guest.dout, std::int64_t{bounds.heads} * bounds.value_dim, bounds.value_dim};
       p.terms = guest.terms;
-      p.dq = g_.memory_.row_sums(g_.returning_.leaving(step.result_slot), p.tokens);
+      p.dq = g_.memory_.row_sums(g_.ring_.leaving(step.result_slot), p.tokens);
       p.resume_keys = true;
     }
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
@@ -49,7 +57,7 @@ class RowGradients::Backward final : public Visitor {
   void arrived(const Move& move) override {
     if (move.what != Move::results || !move.receives) return;
     const std::int64_t rows = pass_.attend.tokens;
-    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.returning_.arrived(move.slot),
+    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.ring_.arrived(move.slot),
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
   }
 
@@ -60,21 +68,11 @@ class RowGradients::Backward final : public Visitor {
   const Pass& pass_;
   const GradientArgs& args_;
   const Rows& own_;
+  std::int32_t* starts_;  // [ranks, batch + 1]
 };
 
 RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows)
-    : layer_(layer),
-      rows_(rows),
-      keys_(layer),
-      memory_(layer, keys_),
-      returning_(layer.comm),
-      row_steps_(1),
-      route_(ranks()),
-      underway_(ranks()) {
-  for (int s = 1; s < ranks(); ++s) {
-    row_steps_.push_back(fmt::format("backward, ring of rows, step {} of {}", s, ranks() - 1));
-  }
-}
+    : layer_(layer), rows_(rows), keys_(layer), memory_(layer, keys_), ring_(layer, "rows") {}
 
 double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients) return 0;
@@ -83,58 +81,31 @@ double RowGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double dout = rows * options.heads * options.of_values() * 4.0;
   const double terms = rows * options.heads * sizeof(kernels::RowTerm);
-  return own + dout + kSlots * (rows * query_row_bytes(options) + dout + terms) +
-         2 * ReturningSums::kSlots * GradientMemory::row_sum_bytes(options, rows);
+  return own + dout + GradientRing::kSlots * (rows * query_row_bytes(options) + dout + terms) +
+         2 * GradientRing::kSlots * GradientMemory::row_sum_bytes(options, rows);
 }
 
 void RowGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
-  if (ranks() == 1) return;
   const std::int64_t rows = layer_.bounds.tokens;
-  starts_ =
-      memory.take_array<std::int32_t>(at(std::int64_t{ranks()} * (layer_.bounds.batch.size + 1)));
+  ring_.lay_out(memory, memory_.row_sum_bytes(rows));
+  if (layer_.comm.size() == 1) return;
   packed_dout_ = memory.take(at(rows * dout_bytes(fp32)));
   for (Rows& guest : guests_)
     guest = {memory.take(at(rows * rows_.row_bytes())), memory.take(at(rows * dout_bytes(fp32))),
              memory.take_array<kernels::RowTerm>(at(rows * layer_.bounds.heads))};
-  returning_.lay_out(memory, memory_.row_sum_bytes(rows));
 }
 
-void RowGradients::find_starts(Pass& pass) const {
-  const Run& run = pass.run;
-  if (run.arrays.query_start == nullptr) return;
-  for (int p = 0; p < ranks(); ++p)
-    layer_.kernels.row_starts({run.arrays.queries.with_rank(p), run.arrays.query_start,
-                               run.arrays.batch, starts_of(run, p)},
-                              run.stream);
-  pass.attend.batch.query_start = starts_of(run, rank());
-}
-
-void RowGradients::backward(Pass& pass, const GradientArgs& args) {
+void RowGradients::backward(const Pass& pass, const GradientArgs& args, std::int32_t* starts) {
   const Run& run = pass.run;
   pass.write_own_digest(layer_.kernels);
-  if (ranks() > 1) {
-    pass.attend.tokens = std::min(pass.attend.tokens, rows_.rows_of(run, rank()));
-    find_starts(pass);
-  }
   memory_.begin(pass, args);
-  const Rows own = ranks() == 1 ? Rows() : own_rows(run, args);
-  Backward visitor(*this, pass, args, own);
-  if (ranks() == 1) {
-    visitor.visit({.kind = Step::visit}, {});
-    return visitor.finish();
-  }
-  make_ring(
-      {.ranks = ranks(),
-       .rank = rank(),
-       .slots = kSlots,
-       .digests_first = true,
-       .returns_results = true},
-      [&](int rows, int keys) {
-        return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
-      },
-      route_);
-  walk(route_, pass, layer_.comm, "backward, agreement", underway_, visitor);
+  const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(run, args);
+  Backward visitor(*this, pass, args, own, starts);
+  const auto is_wanted = [&](int rows, int keys) {
+    return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
+  };
+  ring_.walk(pass, is_wanted, visitor);
 }
 
 RowGradients::Rows RowGradients::own_rows(const Run& run, const GradientArgs& args) const {
@@ -152,26 +123,11 @@ RowGradients::Rows RowGradients::own_rows(const Run& run, const GradientArgs& ar
                            stored.bytes(dout.stride[0]),
                            dout_bytes(dout.dtype),
                            stored.row_bytes(dim),
-                           rows_.rows_of(run, rank())};
+                           rows_.rows_of(run, layer_.comm.rank())};
     layer_.kernels.copy_rows({&copy, 1}, run.stream);
   }
   own.dout = packed_dout_;
   return own;
-}
-
-comm::Transfers RowGradients::start_rows(const Run& run, const GradientArgs& args, const Move& move,
-                                         const Rows& own) const {
-  const Rows& to = guests_[at(move.slot)];
-  const int from = rank_at(-move.distance);
-  const auto piece = [&](const void* sent, void* received, std::int64_t row_bytes) {
-    return comm::Piece{sent, move.sends ? at(rows_.rows_of(run, rank()) * row_bytes) : 0, received,
-                       move.receives ? at(rows_.rows_of(run, from) * row_bytes) : 0};
-  };
-  const std::array pieces{piece(own.q, to.q, rows_.row_bytes()),
-                          piece(own.dout, to.dout, dout_bytes(args.dout.dtype)),
-                          piece(own.terms, to.terms, term_bytes())};
-  return layer_.comm.start_shifts(pieces, move.distance, run.stream,
-                                  row_steps_[at(move.distance)].c_str());
 }
 
 }  // namespace longspan

@@ -222,6 +222,24 @@ void TravellingKeys::find_starts(const Run& run, int rank, const KeyBlock& block
       run.stream);
 }
 
+std::size_t TravellingKeys::list_pieces(const Run& run, const Move& move, const KeyBlock& own,
+                                        const KeyBlock& to, comm::Piece* pieces) const {
+  const int rank = layer_.comm.rank(), ranks = layer_.comm.size();
+  const int from = (rank - move.distance + ranks) % ranks;
+  const auto bytes = [&](bool is_moved, int owner, std::int64_t row_bytes) {
+    return is_moved ? static_cast<std::size_t>(rows_of(run, owner) * row_bytes) : 0;
+  };
+  std::size_t count = 0;
+  const auto add = [&](const void* sent, void* received, std::int64_t row_bytes) {
+    pieces[count++] = {sent, bytes(move.sends, rank, row_bytes), received,
+                       bytes(move.receives, from, row_bytes)};
+  };
+  add(own.k, to.k, key_bytes());
+  add(own.v, to.v, value_bytes());
+  if (to.positions != nullptr) add(own.positions, to.positions, sizeof(std::int64_t));
+  return count;
+}
+
 void TravellingKeys::find_whole_starts(const Run& run, const KeyBlock& block,
                                        const Shard& part) const {
   if (run.arrays.batch > 1)

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "longspan/storage.hpp"
+#include "src/strategy/route.hpp"
 #include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -76,6 +77,13 @@ class TravellingKeys {
   void attend_to(Pass& pass, const KeyBlock& block, const Shard& shard) const;
   /// Computes the starts of the sequences in a block that rank `rank` has filled.
   void find_starts(const Run& run, int rank, const KeyBlock& block) const;
+
+  /// A transfer of keys, values and, if keys are listed, their positions: at most this many pieces.
+  static constexpr std::size_t kPieces = 3;
+  /// Writes its pieces, and returns their number. Own keys are sent, and `to` receives those of the
+  /// rank at -distance.
+  std::size_t list_pieces(const Run& run, const Move& move, const KeyBlock& own, const KeyBlock& to,
+                          comm::Piece* pieces) const;
 
   /// Computes the starts of whole sequences, or of such a part of each, one after another.
   void find_whole_starts(const Run& run, const KeyBlock& block, const Shard& part = {}) const;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "longspan/longspan.hpp"
+#include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_gradients.hpp"
@@ -17,17 +18,6 @@
 
 namespace longspan::tests {
 namespace {
-
-/// The message of the Error that it throws.
-template <class Call>
-std::string message_of(Call&& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 /// One rank's part of a problem: its rows and keys, and the gradients that it is given.
 class RankProblem {
@@ -275,6 +265,60 @@ struct Small {
   Options options = RankProblem::options(whole, keys, queries, "auto");
 };
 
+/// Sequences at the start of their rows of a cache: the same bits as packed ones, and nothing is
+/// written behind them.
+TEST(Gradients, KeysWithRoomBehindThem) {
+  const Communicator world = test_world();
+  HostShape shape{.heads = 4,
+                  .kv_heads = 2,
+                  .dim = 24,
+                  .query_len = {90, 200},
+                  .kv_len = {300, 260},
+                  .mask = {.causal = true}};
+  HostGradients whole(shape, static_cast<std::uint32_t>(shared_seed(world)));
+  for (const char* strategy : {"ring-kv", "ring-q"}) {
+    SCOPED_TRACE(strategy);
+    const Shard keys{Layout::zigzag, world.rank(), world.size()};
+    RankProblem rank(whole, keys, keys);
+    const Options options = RankProblem::options(whole, keys, keys, strategy);
+    const GradientResult<float> packed = run_and_go_back(world, rank, options);
+
+    const std::int64_t capacity = 310, row = std::int64_t{shape.kv_heads} * shape.dim;
+    const auto spread = [&](const Tensor& from, std::vector<float>& to) {
+      to.assign(2 * capacity * row, kNan);
+      std::int64_t at = 0;
+      for (int b = 0; b < 2; ++b)
+        for (std::int64_t i = 0; i < keys.local_len(shape.kv_len[b]); ++i, ++at)
+          std::copy_n(static_cast<const float*>(from.data) + at * from.stride[0], row,
+                      to.begin() + (b * capacity + i) * row);
+      return Tensor(to.data(), {2, capacity, shape.kv_heads, shape.dim});
+    };
+    std::vector<float> k, v, dk(2 * capacity * row, kNan), dv = dk;
+    GradientArgs args = rank.gradient_args();
+    args.run.k = spread(args.run.k, k);
+    args.run.v = spread(args.run.v, v);
+    args.dk = Tensor(dk.data(), {2, capacity, shape.kv_heads, shape.dim});
+    args.dv = Tensor(dv.data(), {2, capacity, shape.kv_heads, shape.dim});
+    Attention layer(world, options);
+    layer.run(args.run);
+    layer.backward(args);
+    layer.wait();
+    EXPECT_EQ(rank.found().dq, packed.dq);
+    std::int64_t at = 0;
+    for (int b = 0; b < 2; ++b)
+      for (std::int64_t i = 0; i < capacity; ++i)
+        for (std::int64_t c = 0; c < row; ++c) {
+          const std::int64_t to = (b * capacity + i) * row + c;
+          if (i < keys.local_len(shape.kv_len[b])) {
+            ASSERT_EQ(dk[to], packed.dk[at]);
+            ASSERT_EQ(dv[to], packed.dv[at++]);
+          } else {
+            ASSERT_TRUE(std::isnan(dk[to]) && std::isnan(dv[to]));
+          }
+        }
+  }
+}
+
 TEST(Gradients, SeveralRunsAwaitTheirBackwardInAnyOrder) {
   Small a, b;
   const GradientResult<float> first = run_and_go_back(a.world, a.rank, a.options);
@@ -327,7 +371,7 @@ TEST(Gradients, RefusesByName) {
   const auto refusal = [&](auto&& change) {
     GradientArgs args = s.rank.gradient_args();
     change(args);
-    return message_of([&] { layer.backward(args); });
+    return told([&] { layer.backward(args); });
   };
   using ::testing::HasSubstr;
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.lse = {}; }), HasSubstr("needs the lse"));
@@ -341,17 +385,17 @@ TEST(Gradients, RefusesByName) {
   Options none = s.options;
   none.gradients = false;
   Attention forward(s.world, none);
-  EXPECT_THAT(message_of([&] { forward.backward(s.rank.gradient_args()); }),
+  EXPECT_THAT(told([&] { forward.backward(s.rank.gradient_args()); }),
               HasSubstr("Options::gradients"));
   Options wrong = s.options;
   wrong.strategy = "gather-states";
-  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
   wrong = s.options;
   wrong.limits.max_kv_len = 0;
-  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("max_kv_len"));
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("max_kv_len"));
   wrong = s.options;
   wrong.dtypes.kv = DType::e4m3;
-  EXPECT_THAT(message_of([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
 }
 
 /// A rank that goes back while the others go on.
@@ -361,7 +405,7 @@ TEST(Gradients, RanksThatDiffer) {
   {
     Attention layer(s.world, s.options);
     layer.run(s.rank.run_args());
-    const std::string found = message_of([&] {
+    const std::string found = told([&] {
       if (s.world.rank() == 0)
         layer.backward(s.rank.gradient_args());
       else

@@ -33,16 +33,9 @@ class HostGradients {
   HostGradients(HostShape shape, std::uint32_t seed, bool with_dlse = true)
       : problem(std::move(shape), seed) {
     const HostShape& s = problem.shape;
-    const auto random = [&](std::size_t count, int stream) {
-      std::vector<float> values(count);
-      launcher::RandomTensor tensor = normal_values(seed, stream);
-      tensor.for_each(0, static_cast<std::int64_t>(count),
-                      [&](std::int64_t i, float value) { values[i] = value; });
-      return values;
-    };
-    const std::size_t rows = problem.tokens() * s.heads;
-    dout = random(rows * s.dim, 7);
-    if (with_dlse) dlse = random(rows, 8);
+    const std::int64_t rows = problem.tokens() * s.heads;
+    dout = random_floats(rows * s.dim, seed, 7);
+    if (with_dlse) dlse = random_floats(rows, seed, 8);
   }
 
   /// Backward of a run whose keys lie on `shards` and whose rows are all here; the parts of dq are

@@ -58,8 +58,7 @@ std::string text_of(const kernels::FaultReport& r) {
     case Fault::rope:
       return fmt::format(
           "rope_cos and rope_sin have {} positions and the rows of sequence {} need {}: give "
-          "longer "
-          "tables, or leave them out and let rope.base make the angles",
+          "longer tables, or leave them out and let rope.base make the angles",
           r.column, r.where, r.value);
     default:
       return fmt::format("fault {} at {}, {}, {}", static_cast<int>(r.fault), r.where, r.column,

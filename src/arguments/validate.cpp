@@ -81,8 +81,7 @@ void check_gradient_options(const Options& o) {
   if (o.rope.dim > 0)
     throw Unsupported(
         "gradients with RoPE (rope.dim) are not supported yet: they would be those of rotated "
-        "rows; "
-        "rotate q and k before the call");
+        "rows; rotate q and k before the call");
   usage(o.limits.max_kv_len > 0,
         "gradients need limits.max_kv_len: their sums are allocated for it");
 }

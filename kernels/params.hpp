@@ -135,11 +135,11 @@ inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
 }
 
 /// Computes the index of sharded query rows in the whole q, or in the part of it that neighbouring
-/// ranks hold together. The i-th row of the batch on rank first + p has index map[p * capacity +
-/// i], -1 past its last.
+/// ranks hold together; or of sharded keys in whole sequences. The i-th row of the batch on rank
+/// first + p has index map[p * capacity + i], -1 past its last.
 struct MapParams {
-  Shard shard;  // of the query rows; rank is ignored
-  Batch batch;  // query_start of the whole q; kv_len is not read
+  Shard shard;  // of the rows; rank is ignored
+  Batch batch;  // query_start of the whole q; or of_keys, kv_len and key_start of whole sequences
   int ranks = 1;
   std::int64_t capacity = 0;
   std::int64_t* map = nullptr;  // [ranks, capacity]
@@ -148,11 +148,17 @@ struct MapParams {
                                              // together
   const std::int32_t* part_start = nullptr;  // [batch + 1] starts of its sequences, if it is not
                                              // all
+  bool of_keys = false;                      // the rows are keys; then there is no `part`
 
-  /// The index of the i-th row that `own` has of sequence b.
+  /// The rows of sequence b on all ranks.
+  LONGSPAN_HD std::int64_t rows_of(int b) const {
+    return of_keys ? batch.keys(b, shard) : batch.query_len(b, shard.length);
+  }
+  /// The index of the i-th row that `own`, the share of a rank, has of sequence b.
   LONGSPAN_HD std::int64_t row(const Shard& own, int b, std::int64_t i) const {
-    const std::int64_t length = batch.query_len(b, shard.length);
-    const std::int64_t position = own.position(i, length);
+    const std::int64_t length = rows_of(b);
+    const std::int64_t position = own.for_sequence(b).position(i, length);
+    if (of_keys) return batch.first_key(b) + position;
     if (part.ranks == 1) return batch.first_row(b) + position;
     return (part_start != nullptr ? part_start[b] : 0) + part.before(position, length);
   }

@@ -15,8 +15,8 @@ void map_rows(const MapParams& p) {
     std::int64_t* map = p.map + rank * p.capacity;
     std::int64_t count = 0;
     for (int b = 0; b < p.batch.size; ++b) {
-      const std::int64_t len = p.batch.query_len(b, p.shard.length);
-      const std::int64_t own = std::min(shard.local_len(len), p.capacity - count);
+      const std::int64_t own =
+          std::min(shard.for_sequence(b).local_len(p.rows_of(b)), p.capacity - count);
       for (std::int64_t i = 0; i < own; ++i) map[count++] = p.row(shard, b, i);
     }
     std::fill(map + count, map + p.capacity, -1);

@@ -131,9 +131,9 @@ RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, c
 /// Why a strategy cannot give the gradients that the options ask for; empty if it can.
 std::string refuse_gradients(const StrategyEntry& entry, const Options& options, int ranks) {
   if (!options.gradients) return "";
-  if (!entry.has_gradients) return "it has no gradients (Options::gradients)";
+  if (entry.gradients == GradientsOf::none) return "it has no gradients (Options::gradients)";
   if (ranks == 1) return "";
-  if (!options.queries)
+  if (!options.queries && entry.gradients == GradientsOf::sharded_queries)
     return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
            "gradients of keys would be counted once a rank";
   if (options.invariant)

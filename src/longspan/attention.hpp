@@ -133,7 +133,8 @@ struct Append {
 struct GradientArgs {
   AttentionArgs run;  ///< as the run had them, with out and lse as it left them. lse is needed;
                       ///< fp8, pages, new keys and skip_decode are refused
-  Tensor dout;        ///< the gradient of out: its shape; fp32, fp16 or bf16 on all ranks
+  Tensor dout;        ///< the gradient of out: its shape; fp32, fp16 or bf16 on all ranks. If every
+                      ///< rank has all the queries: the same values on all of them
   Lse dlse = {};      ///< the gradient of lse; optional, also on some ranks only
   Tensor dq;          ///< gradient of q: its shape, in its type or fp32
   Tensor dk;  ///< gradient of k: its shape, in its type or fp32; keys past the sequences stay

@@ -131,7 +131,7 @@ class Strategy {
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
 
-  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::has_gradients.
+  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::gradients has it.
   virtual void backward(Pass& pass, const GradientArgs& args);
 };
 
@@ -140,6 +140,9 @@ constexpr bool is_by_table(Layout layout) {
   return layout == Layout::ranges || layout == Layout::listed;
 }
 constexpr bool is_by_table(const Sharding& dealt) { return is_by_table(dealt.layout); }
+
+/// The queries whose gradients a strategy has on several ranks; on one rank there is no difference.
+enum class GradientsOf { none, sharded_queries, all_queries };
 
 /// What the ranks share, which determines how even their work is.
 enum class Balanced { by_keys, by_queries, evenly };
@@ -151,7 +154,7 @@ struct StrategyEntry {
   /// Whether a layer with such options on `ranks` ranks gives the bits of gather-states, in whose
   /// order a row's keys fold whatever the batch and the layer's limits are.
   bool (*keeps_order)(const Options& options, int ranks);
-  bool has_gradients;
+  GradientsOf gradients;
   bool takes_tables;  // with keys and queries distributed by a table (Layout::ranges and listed) it
                       // supports every run; with a rule all strategies do
   Balanced (*balanced)(const Options& options);

@@ -19,6 +19,10 @@
 namespace longspan::tests {
 namespace {
 
+/// A share of all rows, for every rank. Its length marks it; a share of one rank of one is not it.
+constexpr Shard kReplicated{.length = -1};
+bool is_replicated(const Shard& queries) { return queries.length < 0; }
+
 /// One rank's part of a problem: its rows and keys, and the gradients that it is given.
 class RankProblem {
  public:
@@ -62,7 +66,7 @@ class RankProblem {
     o.limits.max_batch = whole.problem.batch();
     o.limits.max_kv_len = 1 + *std::max_element(s.kv_len.begin(), s.kv_len.end());
     o.keys = {keys.layout, keys.block};
-    o.queries = Sharding{queries.layout, queries.block};
+    if (!is_replicated(queries)) o.queries = Sharding{queries.layout, queries.block};
     o.gradients = true;
     o.strategy = strategy;
     return o;
@@ -78,7 +82,7 @@ class RankProblem {
     a.v = strided(local_.v, keys);
     a.out = Tensor(out_.data(), out_.dtype, {rows, s.heads, s.dim});
     a.lse = Lse::tokens_heads(Tensor(lse_.data(), {rows, s.heads}));
-    a.total_tokens = p.tokens();
+    if (!is_replicated(queries_)) a.total_tokens = p.tokens();
     if (p.batch() == 1) {
       a.total_keys = s.kv_len[0];
     } else {
@@ -222,6 +226,22 @@ HostShape random_shape(std::mt19937& random) {
   return s;
 }
 
+/// A strategy, and how the rows are distributed.
+struct Form {
+  const char* strategy;
+  bool replicated;
+};
+
+Form random_form(std::mt19937& random, const HostShape& shape, int ranks) {
+  constexpr Form kForms[] = {{"ring-kv", false},       {"gather-kv", false},
+                             {"ring-q", false},        {"heads", false},
+                             {"gather-states", false}, {"scatter-states", false},
+                             {"gather-states", true},  {"scatter-states", true}};
+  const Form form = kForms[random() % std::size(kForms)];
+  if (form.strategy == std::string("heads") && shape.heads < ranks) return kForms[0];
+  return form;
+}
+
 TEST(Gradients, AgreeWithFloat64) {
   const Communicator world = test_world();
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
@@ -231,17 +251,20 @@ TEST(Gradients, AgreeWithFloat64) {
   for (int i = 0; i < 40; ++i) {
     const HostShape shape = random_shape(random);
     const Shard keys{kLayouts[random() % 4], world.rank(), world.size(), 0, 16};
-    const Shard queries{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
-    const char* const strategies[] = {"ring-kv", "gather-kv", "ring-q"};
-    const std::string strategy = strategies[random() % 3];
+    const Form form = random_form(random, shape, world.size());
+    const Shard queries = form.replicated
+                              ? kReplicated
+                              : Shard{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
+    const std::string strategy = form.strategy;
     HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
     whole.out_dtype = shape.dtype;
     if (random() % 3 == 0)
       for (int h = 0; h < shape.heads; ++h)
         whole.sinks.push_back(static_cast<float>(random() % 100) / 25 - 2);
     SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
-                 strategy + ", keys " + name(keys.layout) + ", rows " + name(queries.layout) +
-                 ", " + name(shape.dtype));
+                 strategy + ", keys " + name(keys.layout) + ", rows " +
+                 (form.replicated ? "replicated" : name(queries.layout)) + ", " +
+                 name(shape.dtype));
     RankProblem rank(whole, keys, queries);
     const GradientResult<float> found =
         run_and_go_back(world, rank, RankProblem::options(whole, keys, queries, strategy));
@@ -388,7 +411,7 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(told([&] { forward.backward(s.rank.gradient_args()); }),
               HasSubstr("Options::gradients"));
   Options wrong = s.options;
-  wrong.strategy = "gather-states";
+  wrong.strategy = "heads+ring-kv";
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
   wrong = s.options;
   wrong.limits.max_kv_len = 0;

@@ -61,8 +61,7 @@ __global__ void map_rows_kernel(const __grid_constant__ MapParams p) {
   std::int64_t before = 0, row = -1;
   for (int first = 0; first < p.batch.size; first += kThreads) {
     const int b = first + static_cast<int>(threadIdx.x);
-    std::int64_t start =
-        b < p.batch.size ? shard.local_len(p.batch.query_len(b, p.shard.length)) : 0;
+    std::int64_t start = b < p.batch.size ? shard.for_sequence(b).local_len(p.rows_of(b)) : 0;
     std::int64_t total;
     __syncthreads();  // the last round is done with `starts` and the scan's memory
     Scan(scan).ExclusiveSum(start, start, total);

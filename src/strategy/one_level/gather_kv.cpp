@@ -288,7 +288,7 @@ StrategyEntry gather_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 2,
           .keeps_order = folds_as_one_rank,
-          .has_gradients = true,
+          .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
           .balanced =
               [](const Options& options) {

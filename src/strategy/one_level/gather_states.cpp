@@ -10,6 +10,7 @@
 
 #include "longspan/error.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
+#include "src/strategy/shared/state_gradients.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -21,6 +22,7 @@ constexpr std::int64_t kMostPeerRows = 16384;  // of states that are exchanged t
 class GatherStates final : public Strategy {
  public:
   explicit GatherStates(const LayerContext& layer) : layer_(layer), rows_(layer) {
+    if (layer.options.gradients) gradients_.emplace(layer, rows_);
     layer_.bounds.tokens = rows_.most_tokens();
     states_.emplace(layer_.kernels, layer_.bounds, layer_.comm.size());
   }
@@ -28,6 +30,7 @@ class GatherStates final : public Strategy {
   void lay_out(Parts& memory) override {
     states_->lay_out(memory);
     rows_.lay_out(memory);
+    if (gradients_) gradients_->lay_out(memory);
   }
 
   /// Opens peer buffers for the sizes of decode and chunks; for larger ones, gathering is as fast.
@@ -62,6 +65,8 @@ class GatherStates final : public Strategy {
   }
 
   ExchangeInfo exchange() const override { return exchange_; }
+
+  void backward(Pass& pass, const GradientArgs& args) override { gradients_->backward(pass, args); }
 
   void prepare(Pass& pass) override {
     const Run& run = pass.run;
@@ -111,9 +116,10 @@ class GatherStates final : public Strategy {
 
   LayerContext layer_;
   DealtRows rows_;
-  std::optional<StateMemory> states_;      // [ranks] slots
-  std::shared_ptr<const PeerView> peers_;  // null: states travel by all_gather
-  std::int64_t peer_buffer_rows_ = 0;      // most states that are exchanged through peer buffers
+  std::optional<StateGradients> gradients_;  // with Options::gradients
+  std::optional<StateMemory> states_;        // [ranks] slots
+  std::shared_ptr<const PeerView> peers_;    // null: states travel by all_gather
+  std::int64_t peer_buffer_rows_ = 0;        // most states that are exchanged through peer buffers
   ExchangeInfo exchange_;
 };
 
@@ -131,7 +137,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   return {.received_bytes =
               (ranks - 1) * (state_slot_bytes(options, size.tokens, options.heads) + queries),
           .workspace_bytes = ranks * (state_slot_bytes(options, rows, options.heads) + 2 * queries +
-                                      own_rows * sizeof(std::int64_t)),
+                                      own_rows * sizeof(std::int64_t)) +
+                             StateGradients::workspace_bytes(options, ranks, size),
           .messages = ranks == 1 ? 0 : messages,
           .peer_messages = by_peers ? messages : 0,
           .work = 1.0 / ranks,
@@ -147,7 +154,7 @@ StrategyEntry gather_states() {
                    "(P-1) T heads 4 (value_dim + 2)"},
           .preference = 1,
           .keeps_order = [](const Options&, int) { return true; },
-          .has_gradients = false,
+          .gradients = GradientsOf::all_queries,
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },

@@ -12,7 +12,9 @@
 #include "longspan/error.hpp"
 #include "src/base/peer_view.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/head_gradients.hpp"
 #include "src/strategy/shared/head_puts.hpp"
+#include "src/strategy/shared/key_gradients.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -24,8 +26,13 @@ class Heads final : public Strategy {
   explicit Heads(const LayerContext& layer) : layer_(layer), own_(layer.bounds) {
     own_.shard.rank = 0;  // of the attention, which has all keys
     own_.shard.ranks = 1;
+    if (layer.options.gradients && ranks() == 1) {
+      keys_.emplace(layer);
+      alone_gradients_.emplace(layer, *keys_);
+    }
     if (ranks() > 1) {
       exchange_.emplace(layer, NodeRanks::all(ranks()), layer.comm);
+      if (layer.options.gradients) gradients_.emplace(layer, *exchange_);
       puts_.emplace(layer, *exchange_);
       own_.tokens = exchange_->most_tokens();
       own_.heads = exchange_->share().query.size();
@@ -37,6 +44,13 @@ class Heads final : public Strategy {
   void lay_out(Parts& memory) override {
     states_->lay_out(memory);
     if (exchange_) exchange_->lay_out(memory);
+    if (gradients_) gradients_->lay_out(memory);
+    if (alone_gradients_) alone_gradients_->lay_out(memory);
+  }
+
+  void backward(Pass& pass, const GradientArgs& args) override {
+    if (gradients_) return gradients_->backward(pass, args);
+    alone_gradients_->backward(pass, args);
   }
 
   ExchangeInfo exchange() const override {
@@ -77,8 +91,12 @@ class Heads final : public Strategy {
   LayerContext layer_;
   std::optional<HeadExchange> exchange_;  // with several ranks
   std::optional<HeadPuts> puts_;          // with several ranks, for the runs that it supports
-  kernels::AttendParams own_;             // the largest attention, of this rank's heads
-  std::optional<StateMemory> states_;     // one slot
+  // With Options::gradients: with several ranks, or one.
+  std::optional<HeadGradients> gradients_;
+  std::optional<TravellingKeys> keys_;
+  std::optional<KeyGradients> alone_gradients_;
+  kernels::AttendParams own_;          // the largest attention, of this rank's heads
+  std::optional<StateMemory> states_;  // one slot
 };
 
 std::string refusal(const Options& o, int ranks) {
@@ -97,11 +115,14 @@ std::string refusal(const Options& o, int ranks) {
 RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   const double own_rows = o.queries ? size.most_tokens : most_result_rows(o, ranks, size);
   const double rows = o.queries ? ranks * own_rows : size.tokens;
-  if (ranks == 1 || o.heads < ranks) return {.workspace_bytes = state_slot_bytes(o, rows, o.heads)};
+  if (ranks == 1 || o.heads < ranks)
+    return {.workspace_bytes =
+                state_slot_bytes(o, rows, o.heads) + KeyGradients::workspace_bytes(o, 1, size)};
   const bool by_puts = device != Device::host && ranks <= PeerView::kMostRanks && o.queries &&
                        o.exchange != Exchange::gather;
   RunCost cost = by_puts ? head_puts_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
-  cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query);
+  cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query) +
+                          HeadGradients::workspace_bytes(o, ranks, size);
   return cost;
 }
 
@@ -112,7 +133,7 @@ StrategyEntry heads() {
                    "(P-1)/P^2 (T heads + S kv_heads) (head_dim + value_dim) b"},
           .preference = 6,
           .keeps_order = folds_as_one_rank,
-          .has_gradients = false,
+          .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::evenly; },
           .refusal = refusal,

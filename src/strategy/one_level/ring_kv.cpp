@@ -225,7 +225,7 @@ StrategyEntry ring_kv() {
                    "(P-1)/P S kv_heads (head_dim + value_dim) b"},
           .preference = 3,
           .keeps_order = [](const Options&, int) { return false; },
-          .has_gradients = true,
+          .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_queries; },
           .refusal = refusal,

@@ -21,6 +21,7 @@
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/row_gradients.hpp"
+#include "src/strategy/shared/row_starts.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/shared/travelling_keys.hpp"
 #include "src/strategy/shared/walk.hpp"
@@ -34,12 +35,13 @@ class RingQ final : public Strategy {
   explicit RingQ(const LayerContext& layer)
       : layer_(layer),
         rows_(layer),
+        starts_(layer),
         row_steps_(1),
         state_steps_(1),
         route_(ranks()),
         underway_(ranks()) {
     states_.emplace(layer_.kernels, layer_.bounds, ranks());
-    if (layer_.options.gradients) gradients_.emplace(layer_, rows_);
+    if (layer_.options.gradients) gradients_.emplace(layer_, rows_, starts_);
     for (int s = 1; s < ranks(); ++s) {
       row_steps_.push_back(fmt::format("ring of queries, step {} of {}", s, ranks() - 1));
       state_steps_.push_back(fmt::format("ring of states, step {} of {}", s, ranks() - 1));
@@ -47,20 +49,17 @@ class RingQ final : public Strategy {
   }
 
   void lay_out(Parts& memory) override {
-    const std::int64_t most = layer_.bounds.tokens, batch = layer_.bounds.batch.size;
+    const std::int64_t most = layer_.bounds.tokens;
     states_->lay_out(memory);
     if (gradients_) gradients_->lay_out(memory);
     if (ranks() == 1) return;
-    starts_ = memory.take_array<std::int32_t>(at(ranks() * (batch + 1)));
+    starts_.lay_out(memory);
     if (layer_.kernels.device() != Device::host) sent_ = memory.take(at(most * rows_.row_bytes()));
     for (std::byte*& slot : leaving_) slot = take_slot(memory);
     for (std::byte*& rows : visiting_) rows = memory.take(at(most * rows_.row_bytes()));
   }
 
-  void backward(Pass& pass, const GradientArgs& args) override {
-    if (ranks() > 1) find_starts(pass);
-    gradients_->backward(pass, args, starts_);
-  }
+  void backward(Pass& pass, const GradientArgs& args) override { gradients_->backward(pass, args); }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
@@ -156,21 +155,13 @@ class RingQ final : public Strategy {
         route_);
   }
 
-  std::int32_t* starts_of(const Run& run, int rank) const {
-    return starts_ + std::int64_t{rank} * (run.arrays.batch + 1);
-  }
-
-  /// Computes the starts of sequences in each rank's rows.
+  /// Computes the starts of sequences in each rank's rows, and points the pass at its own.
   void find_starts(Pass& pass) const {
     const Run& run = pass.run;
-    if (run.arrays.query_start == nullptr) return;
-    for (int p = 0; p < ranks(); ++p)
-      layer_.kernels.row_starts({run.arrays.queries.with_rank(p), run.arrays.query_start,
-                                 run.arrays.batch, starts_of(run, p)},
-                                run.stream);
-    pass.attend.batch.query_start = starts_of(run, rank());
-    pass.merge.batch.size = run.arrays.batch;
-    pass.merge.batch.query_start = starts_of(run, rank());
+    starts_.find(run);
+    starts_.give(run, rank(), pass.attend.batch);
+    if (run.arrays.query_start != nullptr) pass.merge.batch.size = run.arrays.batch;
+    starts_.give(run, rank(), pass.merge.batch);
   }
 
   /// This rank's rows for sending: in place, or in a copy if they are fewer than the bound that
@@ -213,8 +204,7 @@ class RingQ final : public Strategy {
     if (step.guest != Step::kOwn) {
       p.tokens = rows_.rows_of(run, guest(step.guest));
       p.queries = run.arrays.queries.with_rank(guest(step.guest));
-      if (run.arrays.query_start != nullptr)
-        p.batch.query_start = starts_of(run, guest(step.guest));
+      starts_.give(run, guest(step.guest), p.batch);
       p.q = {visiting_[at(step.slot)], std::int64_t{bounds.heads} * bounds.head_dim,
              bounds.head_dim};
       p.state = slot_of(p.tokens, leaving_[at(step.result_slot)]);
@@ -239,12 +229,12 @@ class RingQ final : public Strategy {
 
   LayerContext layer_;
   DealtRows rows_;
+  RowStarts starts_;
   std::optional<RowGradients> gradients_;             // with Options::gradients
   std::vector<std::string> row_steps_, state_steps_;  // names of steps, by distance
   Route route_;                                       // of the current run
   Underway underway_;
   std::optional<StateMemory> states_;     // [ranks] slots of this rank's rows
-  std::int32_t* starts_ = nullptr;        // [ranks, batch + 1]
   std::byte* sent_ = nullptr;             // on GPUs: this rank's rows, up to a bound
   std::array<std::byte*, 2> leaving_{};   // slots of a guest's rows
   std::array<std::byte*, 2> visiting_{};  // a guest's rows
@@ -286,7 +276,7 @@ StrategyEntry ring_q() {
                    "(P-1)/P T heads (head_dim b + 4 (value_dim + 2))"},
           .preference = 5,
           .keeps_order = [](const Options&, int) { return true; },
-          .has_gradients = true,
+          .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

@@ -13,6 +13,7 @@
 
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/finished_rows.hpp"
+#include "src/strategy/shared/state_gradients.hpp"
 #include "src/strategy/shared/state_memory.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -22,6 +23,7 @@ namespace {
 class ScatterStates final : public Strategy {
  public:
   explicit ScatterStates(const LayerContext& layer) : layer_(layer), rows_(layer) {
+    if (layer.options.gradients) gradients_.emplace(layer, rows_);
     layer_.bounds.tokens = rows_.most_tokens();
     states_.emplace(layer_.kernels, layer_.bounds);
   }
@@ -32,6 +34,7 @@ class ScatterStates final : public Strategy {
     const std::int64_t tokens = bounds.tokens;
     states_->lay_out(memory);
     rows_.lay_out(memory);
+    if (gradients_) gradients_->lay_out(memory);
     if (alone()) return;
     const std::int64_t part = rows_.are_dealt() ? rows_.most_capacity() * bounds.heads
                               : by_heads()      ? tokens * most_heads()
@@ -42,6 +45,8 @@ class ScatterStates final : public Strategy {
     even_map_ = memory.take_array<std::int64_t>(ranks * static_cast<std::size_t>(share(tokens)));
     finished_ = memory.take(ranks * static_cast<std::size_t>(slot_of(share(tokens)).bytes()));
   }
+
+  void backward(Pass& pass, const GradientArgs& args) override { gradients_->backward(pass, args); }
 
   ExchangeInfo exchange() const override { return {Exchange::gather}; }
 
@@ -159,11 +164,12 @@ class ScatterStates final : public Strategy {
 
   LayerContext layer_;
   DealtRows rows_;
-  std::optional<StateMemory> states_;  // one slot of all rows
-  std::byte* leaving_ = nullptr;       // [ranks] slots, each rank's part of this rank's states
-  std::byte* arriving_ = nullptr;      // [ranks] slots, every rank's states of this rank's part
-  std::int64_t* even_map_ = nullptr;   // [ranks, share of the rows], if all get the whole result
-  std::byte* finished_ = nullptr;      // [ranks] Slot
+  std::optional<StateGradients> gradients_;  // with Options::gradients
+  std::optional<StateMemory> states_;        // one slot of all rows
+  std::byte* leaving_ = nullptr;      // [ranks] slots, each rank's part of this rank's states
+  std::byte* arriving_ = nullptr;     // [ranks] slots, every rank's states of this rank's part
+  std::int64_t* even_map_ = nullptr;  // [ranks, share of the rows], if all get the whole result
+  std::byte* finished_ = nullptr;     // [ranks] Slot
 };
 
 std::string refusal(const Options& options, int ranks) {
@@ -190,7 +196,8 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
   return {.received_bytes = (ranks - 1) * (queries + part + finished),
           .workspace_bytes = state_slot_bytes(o, whole, o.heads) +
                              ranks * (2 * part + 2 * queries + finished +
-                                      (by_heads ? 0 : rows * sizeof(std::int64_t))),
+                                      (by_heads ? 0 : rows * sizeof(std::int64_t))) +
+                             StateGradients::workspace_bytes(o, ranks, size),
           .messages = ranks == 1 ? 0.0 : 1.0 + (gathers_queries ? 1 : 0) + (gathers_result ? 1 : 0),
           .work = 1.0 / ranks,
           .keys_read = 1.0 / ranks,
@@ -205,7 +212,7 @@ StrategyEntry scatter_states() {
                    "(P-1)/P T heads 4 (value_dim + 2)"},
           .preference = 4,
           .keeps_order = [](const Options&, int) { return true; },
-          .has_gradients = false,
+          .gradients = GradientsOf::all_queries,
           .takes_tables = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,

@@ -1,5 +1,6 @@
 #include "src/strategy/shared/gradient_memory.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "src/arguments/tensor_checks.hpp"
@@ -11,18 +12,19 @@ using kernels::GradientSums;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-kernels::GradientParams bounds_of(const LayerContext& layer) {
+kernels::GradientParams bounds_of(const kernels::AttendParams& largest) {
   kernels::GradientParams bounds;
-  static_cast<kernels::AttendParams&>(bounds) = layer.bounds;
+  static_cast<kernels::AttendParams&>(bounds) = largest;
   return bounds;
 }
 
 }  // namespace
 
-GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& keys)
+GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& keys,
+                               const kernels::AttendParams& largest)
     : layer_(layer),
       keys_(keys),
-      scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(layer))) {}
+      scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(largest))) {}
 
 double GradientMemory::row_sum_bytes(const Options& options, double rows) {
   return rows * options.heads * 4.0 * GradientSums::padded(options.head_dim);
@@ -53,10 +55,10 @@ std::int64_t GradientMemory::key_sum_bytes(std::int64_t rows) const {
   return k_bytes(rows) + GradientSums::bytes(rows, layer_.bounds.kv_heads, layer_.bounds.value_dim);
 }
 
-void GradientMemory::lay_out(Parts& memory) {
+void GradientMemory::lay_out(Parts& memory, std::int64_t dq_bytes) {
   const kernels::AttendParams& bounds = layer_.bounds;
   terms_ = memory.take_array<kernels::RowTerm>(at(bounds.tokens * bounds.heads));
-  dq_ = memory.take(at(row_sum_bytes(bounds.tokens)));
+  dq_ = memory.take(at(std::max(dq_bytes, row_sum_bytes(bounds.tokens))));
   own_keys_ = memory.take(at(key_sum_bytes(keys_.block_rows())));
   key_starts_ = memory.take_array<std::int64_t>(at(bounds.batch.size));
   scratch_ = memory.take(scratch_bytes_);

@@ -19,14 +19,19 @@ class GradientMemory {
   };
 
   /// `keys` outlives this.
-  GradientMemory(const LayerContext& layer, const TravellingKeys& keys);
+  GradientMemory(const LayerContext& layer, const TravellingKeys& keys)
+      : GradientMemory(layer, keys, layer.bounds) {}
+  /// The same, with scratch for attentions up to `largest`.
+  GradientMemory(const LayerContext& layer, const TravellingKeys& keys,
+                 const kernels::AttendParams& largest);
 
   /// The bytes of its memory for runs of that size, without the scratch of its kernels.
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
   /// The bytes of the sums of rows, or of keys, of that number.
   static double row_sum_bytes(const Options& options, double rows);
   static double key_sum_bytes(const Options& options, double keys);
-  void lay_out(Parts& memory);
+  /// `dq_bytes`: at least so many for the sums of rows.
+  void lay_out(Parts& memory, std::int64_t dq_bytes = 0);
 
   /// Queues what a backward starts with: the terms of own rows, and where sequences begin in the
   /// sums of own keys.

@@ -58,9 +58,10 @@ void HeadExchange::lay_out(Parts& memory) {
   const kernels::AttendParams& own = own_layer_.bounds;
   keys_.lay_out(memory);
   rows_.lay_out_map(memory);
-  const std::int64_t slot = std::max({rows_.are_gathered() ? query_slot(rows_.most_capacity()) : 0,
-                                      key_slot(keys_.block_rows(), 0),
-                                      key_slot(keys_.block_rows(), 1), most_finished_bytes()});
+  const std::int64_t slot =
+      std::max({rows_.are_gathered() ? query_slot(rows_.most_capacity()) : 0,
+                key_slot(keys_.block_rows(), 0), key_slot(keys_.block_rows(), 1),
+                most_finished_bytes(), gradient_slot()});
   leaving_ = memory.take(at(peers() * slot));
   // Finished rows have all left leaving_ before any arrive.
   const std::int64_t rows = rows_.are_dealt() ? finished(own.tokens, comm_.rank()).bytes() : 0;
@@ -136,9 +137,13 @@ class HeadExchange::Forward final : public Visitor {
 void HeadExchange::queue(Pass& pass, const std::function<void()>& attend) {
   Forward forward(*this, pass, attend);
   pass.run.enter(Phase::exchange);
+  find_places(pass);
+  walk(route_, pass, comm_, nullptr, underway_, forward);
+}
+
+void HeadExchange::find_places(const Pass& pass) const {
   rows_.make_map(pass);
   find_starts(pass.run);
-  walk(route_, pass, comm_, nullptr, underway_, forward);
 }
 
 void HeadExchange::take_back(const Pass& pass, const kernels::MergeParams& asked) const {
@@ -155,8 +160,24 @@ void HeadExchange::make_own(Pass& pass) const {
   if (!by_heads()) point_at_finished(pass);
 }
 
+std::int64_t HeadExchange::row_slot(std::int64_t rows, int dim, DType dtype) const {
+  return aligned(rows * most_.query * storage_of(dtype).row_bytes(dim));
+}
+
+std::int64_t HeadExchange::key_sum_slot(std::int64_t rows, int dim) const {
+  return kernels::GradientSums::bytes(rows, most_.kv, dim);
+}
+
 std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
-  return aligned(rows * most_.query * query_format().row_bytes(layer_.bounds.head_dim));
+  return row_slot(rows, layer_.bounds.head_dim, layer_.bounds.q_dtype);
+}
+
+/// The most bytes that a backward sends to a rank.
+std::int64_t HeadExchange::gradient_slot() const {
+  if (!layer_.options.gradients) return 0;
+  const int dim = std::max(layer_.bounds.head_dim, layer_.bounds.value_dim);
+  return std::max(row_slot(rows_.most_capacity(), std::max(dim, kTermFloats), fp32),
+                  key_sum_slot(keys_.block_rows(), dim));
 }
 
 std::int64_t HeadExchange::key_slot(std::int64_t rows, int i) const {
@@ -195,25 +216,33 @@ void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, st
   }
 }
 
-/// Receives all rows of this rank's heads, in the order of the whole q, or of the node's part of
-/// it.
+void HeadExchange::all_to_all(const Pass& pass, std::int64_t slot, const char* step) const {
+  comm_.all_to_all(leaving_, arriving_, at(slot), pass.run.stream, step, pass.digests);
+}
+
 void HeadExchange::exchange_queries(const Pass& pass) const {
+  const int dim = layer_.bounds.head_dim;
+  std::byte* const own = static_cast<std::byte*>(pass.run.args.q.data);
+  exchange_rows(pass, dense(own, layer_.bounds.heads, dim), dim, layer_.bounds.q_dtype, queries_,
+                "exchange of queries");
+}
+
+void HeadExchange::exchange_rows(const Pass& pass, const kernels::TokenRows& from, int dim,
+                                 DType dtype, std::byte* to, const char* step) const {
   const Run& run = pass.run;
-  const int dim = layer_.bounds.head_dim, heads = own_layer_.bounds.heads;
-  const std::int64_t most = rows_.capacity(run), slot = query_slot(most);
-  pack_heads(run, dense(static_cast<std::byte*>(run.args.q.data), layer_.bounds.heads, dim),
-             std::min(run.args.q.shape[0], most), dim, layer_.bounds.q_dtype, &HeadShare::query,
-             slot);
-  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream, "exchange of queries", pass.digests);
+  const int heads = own_layer_.bounds.heads;
+  const std::int64_t most = rows_.capacity(run), slot = row_slot(most, dim, dtype);
+  pack_heads(run, from, std::min(run.args.q.shape[0], most), dim, dtype, &HeadShare::query, slot);
+  all_to_all(pass, slot, step);
   PackOutputsParams place;
   place.tokens = peers() * most;
   place.heads = heads;
   place.dim = dim;
-  place.dtype = layer_.bounds.q_dtype;
+  place.dtype = dtype;
   place.from = dense(arriving_, heads, dim);
-  place.from.gap = {query_format().elements(slot) - most * heads * dim,
+  place.from.gap = {storage_of(dtype).elements(slot) - most * heads * dim,
                     static_cast<std::uint32_t>(most)};
-  place.to = dense(queries_, heads, dim);
+  place.to = dense(to, heads, dim);
   place.map = rows_.map();
   layer_.kernels.pack_outputs(place, run.stream);
 }
@@ -225,8 +254,6 @@ void HeadExchange::find_starts(const Run& run) const {
   own_keys_.find_whole_starts(run, ordered_, part_of_node(run.arrays.keys, ranks_));
 }
 
-/// Receives all keys (i = 0), or values, of this rank's kv heads, in the order of whole sequences,
-/// or of the node's part of them.
 void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) const {
   const Run& run = pass.run;
   std::int64_t most = 0;
@@ -234,8 +261,7 @@ void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) c
   const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank()), slot = key_slot(most, i);
   pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows, dim_of(i),
              layer_.bounds.kv_dtype, &HeadShare::kv, slot);
-  comm_.all_to_all(leaving_, arriving_, at(slot), run.stream,
-                   i == 0 ? "exchange of keys" : "exchange of values", pass.digests);
+  all_to_all(pass, slot, i == 0 ? "exchange of keys" : "exchange of values");
   for (int p = 0; p < peers(); ++p) {
     KeyBlock from{.start = starts_of(p)}, to = ordered_;
     (i == 0 ? from.k : from.v) = arriving_ + p * slot;

@@ -25,6 +25,9 @@ namespace longspan {
 
 class HeadExchange {
  public:
+  /// A row's term of backward (kernels::RowTerm) travels as so many fp32.
+  static constexpr int kTermFloats = sizeof(kernels::RowTerm) / sizeof(float);
+
   /// Among `ranks` of the layer, which `comm` connects.
   HeadExchange(const LayerContext& layer, const NodeRanks& ranks, comm::Transport& comm);
 
@@ -48,11 +51,36 @@ class HeadExchange {
   /// pass then asks for: rows in the send buffer, unless the rank gets only these heads.
   void queue(Pass& pass, const std::function<void()>& attend);
 
-  // The parts of queue(), for strategies that bring rows and keys by other means (head_puts.hpp).
+  // The parts of queue(), for strategies that bring rows and keys by other means (head_puts.hpp),
+  // and for backward (head_gradients.hpp).
 
   /// Queues the write of new keys, and a copy of this rank's keys if they cannot be sent in place.
   /// Returns them, with all kv heads.
   KeyBlock ready_keys(Pass& pass) const;
+  /// Queues the computation of which rank has which rows and keys.
+  void find_places(const Pass& pass) const;
+  /// Receives all rows of this rank's heads into `to` [tokens, own heads, dim], in the order of the
+  /// whole q, or of the node's part of it. `from` has this rank's rows, all heads.
+  void exchange_rows(const Pass& pass, const kernels::TokenRows& from, int dim, DType dtype,
+                     std::byte* to, const char* step) const;
+  /// The same for the queries.
+  void exchange_queries(const Pass& pass) const;
+  /// Receives all keys (i = 0), or values, of this rank's kv heads, in the order of whole
+  /// sequences, or of the node's part of them. `own` are this rank's, with all kv heads.
+  void exchange_keys(const Pass& pass, const KeyBlock& own, int i) const;
+  /// [ranks] slots of `slot` bytes that leave, and that all_to_all receives.
+  std::byte* leaving() const { return leaving_; }
+  std::byte* arriving() const { return arriving_; }
+  void all_to_all(const Pass& pass, std::int64_t slot, const char* step) const;
+  /// The bytes of such a slot, which has room for the most heads of any rank: of rows, and of fp32
+  /// sums of keys (kernels::GradientSums).
+  std::int64_t row_slot(std::int64_t rows, int dim, DType dtype) const;
+  std::int64_t key_sum_slot(std::int64_t rows, int dim) const;
+  /// Which rank has which rows, and how many keys.
+  const DealtRows& rows() const { return rows_; }
+  const TravellingKeys& keys() const { return keys_; }
+  /// The layer as the attention of this rank's heads sees it.
+  const LayerContext& own_layer() const { return own_layer_; }
   /// Points the attention at some of this rank's heads over whole sequences.
   void attend_to(Pass& pass, const HeadShare& heads) const;
   /// Whole sequences of this rank's heads, [tokens, own heads, head_dim] and so on.
@@ -73,20 +101,18 @@ class HeadExchange {
   int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
-  StorageFormat query_format() const { return storage_of(layer_.bounds.q_dtype); }
   StorageFormat key_format() const { return storage_of(layer_.bounds.kv_dtype); }
 
   // Bytes from one rank to another: equal ones, for the most heads.
   std::int64_t query_slot(std::int64_t rows) const;
+  std::int64_t gradient_slot() const;
   std::int64_t key_slot(std::int64_t rows, int i) const;
   std::int64_t finished_slot(std::int64_t rows) const;
   std::int64_t most_finished_bytes() const;
 
   void pack_heads(const Run& run, const kernels::TokenRows& from, std::int64_t rows, int dim,
                   DType dtype, HeadRange HeadShare::*range, std::int64_t slot) const;
-  void exchange_queries(const Pass& pass) const;
   void find_starts(const Run& run) const;
-  void exchange_keys(const Pass& pass, const KeyBlock& own, int i) const;
   void make_own(Pass& pass) const;
   void take_back(const Pass& pass, const kernels::MergeParams& asked) const;
   void take_rows_of_node(Pass& pass) const;

@@ -13,8 +13,8 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 class RowGradients::Backward final : public Visitor {
  public:
   Backward(const RowGradients& gradients, const Pass& pass, const GradientArgs& args,
-           const Rows& own, std::int32_t* starts)
-      : g_(gradients), pass_(pass), args_(args), own_(own), starts_(starts) {}
+           const Rows& own)
+      : g_(gradients), pass_(pass), args_(args), own_(own) {}
 
   comm::Transfers start(const Move& move) override {
     const Run& run = pass_.run;
@@ -43,8 +43,7 @@ class RowGradients::Backward final : public Visitor {
       const Rows& guest = g_.guests_[at(step.slot)];
       p.tokens = g_.rows_.rows_of(run, owner);
       p.queries = run.arrays.queries.with_rank(owner);
-      if (run.arrays.query_start != nullptr)
-        p.batch.query_start = starts_ + std::int64_t{owner} * (run.arrays.batch + 1);
+      g_.starts_.give(run, owner, p.batch);
       p.q = {guest.q, std::int64_t{bounds.heads} * bounds.head_dim, bounds.head_dim};
       p.dout = {guest.dout, std::int64_t{bounds.heads} * bounds.value_dim, bounds.value_dim};
       p.terms = guest.terms;
@@ -68,11 +67,16 @@ class RowGradients::Backward final : public Visitor {
   const Pass& pass_;
   const GradientArgs& args_;
   const Rows& own_;
-  std::int32_t* starts_;  // [ranks, batch + 1]
 };
 
-RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows)
-    : layer_(layer), rows_(rows), keys_(layer), memory_(layer, keys_), ring_(layer, "rows") {}
+RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows,
+                           const RowStarts& starts)
+    : layer_(layer),
+      rows_(rows),
+      starts_(starts),
+      keys_(layer),
+      memory_(layer, keys_),
+      ring_(layer, "rows") {}
 
 double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients) return 0;
@@ -96,12 +100,14 @@ void RowGradients::lay_out(Parts& memory) {
              memory.take_array<kernels::RowTerm>(at(rows * layer_.bounds.heads))};
 }
 
-void RowGradients::backward(const Pass& pass, const GradientArgs& args, std::int32_t* starts) {
+void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   const Run& run = pass.run;
   pass.write_own_digest(layer_.kernels);
+  starts_.find(run);
+  starts_.give(run, layer_.comm.rank(), pass.attend.batch);
   memory_.begin(pass, args);
   const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(run, args);
-  Backward visitor(*this, pass, args, own, starts);
+  Backward visitor(*this, pass, args, own);
   const auto is_wanted = [&](int rows, int keys) {
     return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
   };

@@ -14,20 +14,21 @@
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/gradient_memory.hpp"
 #include "src/strategy/shared/gradient_ring.hpp"
+#include "src/strategy/shared/row_starts.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
 
 class RowGradients {
  public:
-  /// `rows` outlives this.
-  RowGradients(const LayerContext& layer, const DealtRows& rows);
+  /// `rows` and `starts` outlive this.
+  RowGradients(const LayerContext& layer, const DealtRows& rows, const RowStarts& starts);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
-  /// `starts` [ranks, batch + 1] are those of the sequences in each rank's rows.
-  void backward(const Pass& pass, const GradientArgs& args, std::int32_t* starts);
+  /// `pass` has this rank's own rows.
+  void backward(Pass& pass, const GradientArgs& args);
 
  private:
   class Backward;
@@ -50,6 +51,7 @@ class RowGradients {
 
   LayerContext layer_;
   const DealtRows& rows_;
+  const RowStarts& starts_;
   TravellingKeys keys_;  // how many there are; they stay
   GradientMemory memory_;
   GradientRing ring_;

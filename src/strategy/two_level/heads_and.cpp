@@ -202,7 +202,7 @@ StrategyEntry heads_and(const char* received) {
   entry.info.result = "its own rows, or all";
   entry.preference += 10;
   entry.keeps_order = [](const Options&, int) { return false; };
-  entry.has_gradients = false;
+  entry.gradients = GradientsOf::none;
   entry.takes_tables = false;
   entry.refusal = [](const Options& o, int ranks) {
     if (std::string why = refuse_levels(o, ranks); !why.empty()) return why;

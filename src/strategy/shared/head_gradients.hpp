@@ -1,0 +1,55 @@
+// Backward of the strategy heads: rows, with their dout and terms, and keys come to the ranks of
+// their heads, as in forward, and the gradients return in fp32.
+//
+//     my rows, all heads  ->  all rows, my heads  ->  gradients(all rows, all keys) of my heads
+//     dq  ->  the rank of the row;   dk, dv  ->  the rank of the key
+//
+// If ranks share a kv head, each has the gradients of its own query heads of the group; the owner
+// of a key adds them up, in the order of the ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "src/strategy/shared/gradient_memory.hpp"
+#include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/strategy.hpp"
+
+namespace longspan {
+
+class HeadGradients {
+ public:
+  /// `exchange` outlives this; its slots have room for gradients (Options::gradients).
+  HeadGradients(const LayerContext& layer, const HeadExchange& exchange);
+
+  static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  void lay_out(Parts& memory);
+
+  /// `pass` is as HeadExchange::prepare left it.
+  void backward(Pass& pass, const GradientArgs& args) const;
+
+ private:
+  int heads() const { return exchange_.share().query.size(); }
+  int kv_heads() const { return exchange_.share().kv.size(); }
+
+  void bring(Pass& pass, const GradientArgs& args) const;
+  kernels::GradientParams attend(const Pass& pass, const GradientArgs& args) const;
+  void return_rows(const Pass& pass, const kernels::GradientSums& sums) const;
+  std::int64_t most_keys_of(const Run& run) const;
+  void find_key_map(const Pass& pass) const;
+  void return_keys(const Pass& pass, const kernels::GradientSums& sums,
+                   const kernels::GradientSums& own, const char* step) const;
+
+  LayerContext layer_;
+  const HeadExchange& exchange_;
+  GradientMemory memory_;  // of this rank's rows and keys, all heads
+  // Of all rows and keys, this rank's heads:
+  std::byte* dout_ = nullptr;          // [tokens, heads, value_dim], room for fp32
+  kernels::RowTerm* terms_ = nullptr;  // [tokens, heads]
+  std::byte* dq_ = nullptr;            // sums of rows
+  std::byte* dk_ = nullptr;            // sums of keys
+  std::byte* dv_ = nullptr;            // sums of values
+  std::int64_t* key_map_ = nullptr;    // [ranks, keys of a rank] in whole sequences
+};
+
+}  // namespace longspan

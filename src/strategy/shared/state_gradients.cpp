@@ -1,0 +1,35 @@
+#include "src/strategy/shared/state_gradients.hpp"
+
+#include "longspan/error.hpp"
+
+namespace longspan {
+
+StateGradients::StateGradients(const LayerContext& layer, const DealtRows& rows) : starts_(layer) {
+  if (layer.options.queries)
+    sharded_.emplace(layer, rows, starts_);
+  else
+    replicated_.emplace(layer);
+}
+
+double StateGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
+  return options.queries ? RowGradients::workspace_bytes(options, ranks, size)
+                         : ReplicatedGradients::workspace_bytes(options, ranks, size);
+}
+
+void StateGradients::lay_out(Parts& memory) {
+  if (replicated_) return replicated_->lay_out(memory);
+  starts_.lay_out(memory);
+  sharded_->lay_out(memory);
+}
+
+void StateGradients::backward(const Pass& pass, const GradientArgs& args) {
+  if (replicated_) return replicated_->backward(pass, args);
+  if (pass.run.arrays.queries.layout == Layout::listed)
+    throw Unsupported(
+        "gradients of listed query rows are not supported; shard them by a rule or by ranges");
+  Pass own = pass;
+  own.attend = pass.run.attend;  // with this rank's rows
+  sharded_->backward(own, args);
+}
+
+}  // namespace longspan

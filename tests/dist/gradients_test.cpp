@@ -232,11 +232,12 @@ struct Form {
   bool replicated;
 };
 
+constexpr Form kForms[] = {{"ring-kv", false},       {"gather-kv", false},
+                           {"ring-q", false},        {"heads", false},
+                           {"gather-states", false}, {"scatter-states", false},
+                           {"gather-states", true},  {"scatter-states", true}};
+
 Form random_form(std::mt19937& random, const HostShape& shape, int ranks) {
-  constexpr Form kForms[] = {{"ring-kv", false},       {"gather-kv", false},
-                             {"ring-q", false},        {"heads", false},
-                             {"gather-states", false}, {"scatter-states", false},
-                             {"gather-states", true},  {"scatter-states", true}};
   const Form form = kForms[random() % std::size(kForms)];
   if (form.strategy == std::string("heads") && shape.heads < ranks) return kForms[0];
   return form;
@@ -419,6 +420,36 @@ TEST(Gradients, RefusesByName) {
   wrong = s.options;
   wrong.dtypes.kv = DType::e4m3;
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
+}
+
+/// The memory that gradients add to a layer is that of the table of costs, but for the scratch of
+/// the kernels.
+TEST(Gradients, TakeTheMemoryThatIsForecast) {
+  const Communicator world = test_world();
+  constexpr std::int64_t kKeys = 2048;
+  const std::int64_t own = kKeys / world.size();
+  for (const Form& form : kForms) {
+    SCOPED_TRACE(std::string(form.strategy) + (form.replicated ? ", replicated" : ""));
+    Options o{.heads = 84, .kv_heads = 84, .head_dim = 32};  // the same on each rank, if by heads
+    o.dtypes.compute = bf16;
+    o.limits.max_tokens = form.replicated ? kKeys : own + 1;
+    o.limits.max_kv_len = kKeys;
+    if (!form.replicated) o.queries = Sharding{Layout::contiguous};
+    o.strategy = form.strategy;
+    o.threads = 1;
+    const RunSize size{
+        .tokens = kKeys, .most_tokens = static_cast<double>(o.limits.max_tokens), .keys = kKeys};
+    const auto bytes = [&](bool gradients) {
+      o.gradients = gradients;
+      const auto taken = static_cast<double>(Attention(world, o).workspace_bytes());
+      return std::pair(taken, cost_of(o, world.size(), size).workspace_bytes);
+    };
+    const auto [with, with_wanted] = bytes(true);
+    const auto [without, without_wanted] = bytes(false);
+    constexpr double kScratch = 1 << 20;
+    EXPECT_NEAR(with - without, with_wanted - without_wanted,
+                0.01 * (with_wanted - without_wanted) + kScratch);
+  }
 }
 
 /// A rank that goes back while the others go on.

@@ -379,6 +379,18 @@ std::string refuse_head_exchange(const Options& o, int ranks) {
   return refuse_travelling_keys(o, ranks);
 }
 
+namespace {
+
+/// The bytes of HeadExchange::gradient_slot.
+double gradient_slot_bytes(const Options& o, const MostHeads& most, double rows, double keys) {
+  const int dim = std::max(o.head_dim, o.of_values());
+  const auto bytes = [](double count, int columns) { return count * 4 * columns; };
+  return std::max(bytes(rows * most.query, std::max(dim, HeadExchange::kTermFloats)),
+                  bytes(keys * most.kv, kernels::GradientSums::padded(dim)));
+}
+
+}  // namespace
+
 /// Counts, for the most heads of a rank: slots of one size for sent and received rows, rows of all
 /// ranks, their keys in order, and this rank's keys, which are copied from pages.
 RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
@@ -401,7 +413,8 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
   const double queries = o.queries ? aligned(own_rows * query) : 0;
   const double keys = aligned(block * key), values = aligned(block * value);
   const double results = by_heads ? 0 : finished(dealt ? own_rows : rows);
-  const double leaving = ranks * std::max({queries, keys, values, results});
+  const double gradients = o.gradients ? gradient_slot_bytes(o, most, own_rows, block) : 0;
+  const double leaving = ranks * std::max({queries, keys, values, results, gradients});
   return {.received_bytes = (ranks - 1) * (queries + keys + values + results),
           .workspace_bytes = leaving + std::max(leaving, dealt ? finished(rows) : 0) +
                              (o.queries ? rows * query : 0) +

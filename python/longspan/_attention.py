@@ -279,6 +279,7 @@ class Attention:
         tf32: on GPUs, float32 products may be rounded to TF32.
         fp8_products: on Hopper, long e4m3 queries may be multiplied without conversion.
         bf16_products: on CPUs, bfloat16 may be multiplied by the CPU's own instructions.
+        gradients: allocate what backward needs, and take a strategy that has it; needs max_seqlen_k.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -302,7 +303,8 @@ class Attention:
                  max_seqlen_k: int = 0, max_total_keys: int = 0, max_seqlen_q: int = 0,
                  invariant: bool = False, strategy: Strategy = "auto", exchange: Exchange = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
-                 fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0):
+                 fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0,
+                 gradients: bool = False):
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
@@ -314,7 +316,8 @@ class Attention:
             max_total_keys=max_total_keys, max_seqlen_q=max_seqlen_q, invariant=invariant,
             check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
-            rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale)
+            rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
+            gradients=gradients)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -345,6 +348,62 @@ class Attention:
             qq_bias=qq_bias, documents=documents, skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin)
+
+    def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
+                 dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
+                 dv: Array | None = None, accumulate: bool = False, causal: Numbers | None = None,
+                 cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
+                 alibi_slopes: Numbers | None = None, sinks: Numbers | None = None,
+                 qq_bias: Array | None = None, documents: Numbers | None = None,
+                 total_keys: int | None = None, total_queries: int | None = None,
+                 key_table: Numbers | None = None, query_table: Numbers | None = None,
+                 stream: Stream | None = None) -> Any:
+        """The gradients of one run of a layer with gradients=True. Collective.
+
+        The method starts from out and lse (FlashAttention-2, arXiv 2307.08691). Sums are float32,
+        with one rounding at the end. The layer keeps nothing of a run, so several may await their
+        backward. Rows that see nothing, and keys that nobody sees, get 0.
+
+        Args:
+            dout: the gradient of out, in its shape; float32, float16 or bfloat16. If every rank has
+                all the queries, the same values on all ranks.
+            q, k, v: as the run had them.
+            out, lse: as the run returned them.
+            dlse: the gradient of lse, in its shape, float32.
+            dq, dk, dv: arrays in the shapes of q, k and v, in their types or float32; written in
+                place of new ones. Keys past the sequences stay as they are; in new arrays they are 0.
+            accumulate: add to what dq, dk and dv hold, before the rounding.
+            causal and the others: as the run had them.
+
+        Returns:
+            (dq, dk, dv).
+
+        Raises:
+            UsageError: the layer was made without gradients, or ranks differ.
+            UnsupportedError: what has no gradient: fp8, pages, RoPE.
+            InputError: arrays that do not fit; the message names the argument.
+
+        >>> import numpy as np, longspan
+        >>> layer = longspan.Attention(heads=4, head_dim=64, dtype="float32", causal=True, max_queries=8,
+        ...                            max_seqlen_k=8, gradients=True)
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 4, 64), dtype=np.float32)
+        >>> out, lse = layer(q, k, v, return_lse=True)
+        >>> dq, dk, dv = layer.backward(np.ones_like(out), q, k, v, out, lse)
+        >>> dk.shape
+        (8, 4, 64)
+        """
+        whole_keys, whole_queries, message = contradiction(
+            q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
+            block_table=None, k_new=None, v_new=None, total_keys=total_keys, total_queries=total_queries,
+            **self._dealt_out)
+        return _core.backward_layer(
+            layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
+            accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
+            cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
+            query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
+            out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,
+            skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys, whole_queries=whole_queries,
+            contradiction=message, rotary_cos=None, rotary_sin=None)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

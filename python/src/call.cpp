@@ -11,14 +11,6 @@
 namespace longspan::python {
 namespace {
 
-/// [batch, tokens, heads, dim] <-> [batch, heads, tokens, dim]
-Tensor exchanged(Tensor t) {
-  if (t.dims != 4) return t;
-  std::swap(t.shape[1], t.shape[2]);
-  std::swap(t.stride[1], t.stride[2]);
-  return t;
-}
-
 /// Whether elements are contiguous. An extent of 1 is never stepped over.
 bool is_dense(const Tensor& t) {
   std::int64_t step = 1;
@@ -79,6 +71,13 @@ Tensor only(Tensor t, std::int64_t b) {
 }
 
 }  // namespace
+
+Tensor exchanged(Tensor t) {
+  if (t.dims != 4) return t;
+  std::swap(t.shape[1], t.shape[2]);
+  std::swap(t.stride[1], t.stride[2]);
+  return t;
+}
 
 std::string shape_text(const Tensor& t) {
   std::string made = "[";
@@ -155,6 +154,10 @@ void DenseCopies::take_unless_cache(Array& k, Array& v) {
   } else if (v && !is_dense(values)) {
     take(v, "v");
   }
+}
+
+void DenseCopies::take_unless_plain(Array& array, const char* name) {
+  if (!has_plain_rows(array.tensor())) take(array, name);
 }
 
 AttendCall::AttendCall(const Arguments<kRun>& given)
@@ -312,6 +315,13 @@ AttentionArgs AttendCall::args() const {
   a.rope_cos = rotary_cos.tensor();
   a.rope_sin = rotary_sin.tensor();
   a.skip_decode = skip_decode;
+  return a;
+}
+
+AttentionArgs AttendCall::args_of_backward() const {
+  AttentionArgs a = args();
+  a.out = exchanged(given_out.required().tensor());
+  a.lse = Lse::tokens_heads(given_lse.required().tensor());
   return a;
 }
 

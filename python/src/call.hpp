@@ -46,6 +46,8 @@ class DenseCopies {
   /// The same for a k and v without pages where the sequences of a batch do not lie a whole number
   /// of keys apart, the same in both. Values that are the first columns of the keys stay so.
   void take_unless_cache(Array& k, Array& v);
+  /// The same where the elements of a row do not follow each other, or a dimension runs backwards.
+  void take_unless_plain(Array& array, const char* name);
 
  private:
   bool on_other_stream_;
@@ -63,6 +65,10 @@ std::int64_t count_of(Argument<kLiteral> given) {
 /// [batch, tokens, kv_heads, dim] as [batch tokens, kv_heads, dim]; anything else as it is. Throws
 /// InputError where the sequences do not follow each other in memory.
 Tensor flat(Tensor t, const char* name);
+
+/// [batch, tokens, ...] of flash-attention as the library has it, with tokens and heads exchanged;
+/// a tensor of three dimensions as it is.
+Tensor exchanged(Tensor t);
 
 /// The arrays of one run, and the places of its results.
 struct AttendCall {
@@ -100,6 +106,9 @@ struct AttendCall {
   AttentionArgs args() const;
   /// The same of one sequence of a batch.
   AttentionArgs args_of(std::int64_t sequence) const;
+  /// The same for backward, whose out and lse are those that a run has written. TypeError where one
+  /// is missing.
+  AttentionArgs args_of_backward() const;
 
   /// The result for Python: out, or out and lse.
   nb::object finish();

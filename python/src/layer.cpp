@@ -2,9 +2,14 @@
 #include "python/src/layer.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
 #include <memory>
 
 #include "longspan/attention.hpp"
+#include "longspan/error.hpp"
+#include "longspan/storage.hpp"
 #include "longspan/strategy.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/call.hpp"
@@ -16,6 +21,80 @@
 
 namespace longspan::python {
 namespace {
+
+constexpr NameList kBackward = [] {
+  NameList names = kRun;
+  for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "accumulate"})
+    names.add(name);
+  return names;
+}();
+
+/// The gradients of one call of backward: in the caller's arrays, or in new ones of zeros.
+class Gradients {
+ public:
+  explicit Gradients(const Arguments<kBackward>& given)
+      : dout_(given.get<"dout">()),
+        dlse_(given.get<"dlse">()),
+        given_{Array(given.get<"dq">()), Array(given.get<"dk">()), Array(given.get<"dv">())},
+        accumulate_(flag(given.get<"accumulate">())),
+        copies_(given.get<"stream">()) {
+    dout_.required().floats();
+    for (const Array& array : given_) {
+      array.floats();
+      if (accumulate_ && !array)
+        throw InputError("accumulate adds to what dq, dk and dv hold: give all three");
+    }
+    copies_.take_unless_plain(dout_, "dout");
+  }
+
+  void check_gpu(int gpu) const {
+    if (gpu < 0) return;
+    require_gpu(dout_, "dout", gpu);
+    require_gpu(dlse_, "dlse", gpu);
+    for (std::size_t i = 0; i < given_.size(); ++i) require_gpu(given_[i], kNames[i], gpu);
+  }
+
+  /// The arguments; `call` has what the run had.
+  GradientArgs args(const AttendCall& call) {
+    const Array* const tensors[] = {&call.q, &call.k, &call.v};
+    for (std::size_t i = 0; i < given_.size(); ++i) made_[i] = gradient_of(given_[i], *tensors[i]);
+    GradientArgs g;
+    g.run = call.args_of_backward();
+    g.dout = exchanged(dout_.tensor());
+    if (dlse_) g.dlse = Lse::tokens_heads(dlse_.tensor());
+    g.dq = exchanged(made_[0].tensor());
+    g.dk = made_[1].tensor();
+    g.dv = made_[2].tensor();
+    g.accumulate = accumulate_;
+    return g;
+  }
+
+  bool needs_wait() const {
+    return std::any_of(made_.begin(), made_.end(), [](const Result& r) { return r.needs_wait(); });
+  }
+  /// (dq, dk, dv) for Python.
+  nb::object finish() {
+    return nb::make_tuple(made_[0].finish(), made_[1].finish(), made_[2].finish());
+  }
+
+ private:
+  static constexpr const char* kNames[] = {"dq", "dk", "dv"};
+
+  /// Rows past the sequences get no gradient, so a new array begins with zeros.
+  static Result gradient_of(const Array& given, const Array& of) {
+    const Tensor& t = of.tensor();
+    Result made = result_of(given, of, {t.shape.data(), static_cast<std::size_t>(t.dims)}, t.dtype);
+    if (!given && t.device == Device::host && t.size() > 0)
+      std::memset(made.tensor().data, 0, static_cast<std::size_t>(t.size()) * size_of(t.dtype));
+    return made;
+  }
+
+  Array dout_, dlse_;
+  std::array<Array, 3> given_;
+  std::array<Result, 3> made_;
+  bool accumulate_;
+  DenseCopies copies_;
+};
 
 class Layer {
  public:
@@ -42,6 +121,25 @@ class Layer {
       if (call.needs_wait()) layer_->wait(call.stream);
     });
     return call.finish();
+  }
+
+  nb::object backward(const Arguments<kBackward>& given) {
+    AttendCall call(given);
+    Gradients gradients(given);
+    Comm& comm = comm_of(held_);
+    call.check_gpu(comm.world().gpu());
+    gradients.check_gpu(comm.world().gpu());
+    const Options& options = layer_->options();
+    const bool sharded = options.queries.has_value();
+    call.make_readable(sharded);
+    GradientArgs args = gradients.args(call);
+    comm.alone([&](const Communicator& world) {
+      set_lengths(args.run, call, totals_of(world, call, options, false), sharded, call.batch(),
+                  world.device(), arrays_);
+      layer_->backward(args, call.stream);
+      if (gradients.needs_wait()) layer_->wait(call.stream);
+    });
+    return gradients.finish();
   }
 
   void append(Argument<"k_new"> k_new, Argument<"v_new"> v_new, Argument<"k"> k, Argument<"v"> v,
@@ -129,6 +227,10 @@ nb::object run_layer(const Arguments<kRunLayer>& given) {
   return nb::cast<Layer&>(given.get<"layer">()).run(given);
 }
 
+nb::object backward_layer(const Arguments<kBackward>& given) {
+  return nb::cast<Layer&>(given.get<"layer">()).backward(given);
+}
+
 }  // namespace
 
 void bind_layer(nb::module_& m) {
@@ -155,6 +257,7 @@ void bind_layer(nb::module_& m) {
       });
   ManyArguments<&make_layer, kLayer, Function::layer>::define(m, "layer");
   ManyArguments<&run_layer, kRunLayer, Function::layer>::define(m, "run_layer");
+  ManyArguments<&backward_layer, kBackward, Function::layer>::define(m, "backward_layer");
 }
 
 }  // namespace longspan::python

@@ -19,6 +19,22 @@ def attend_sharded(comm, q, k, v, keys, queries, options):
     return out, lse
 
 
+def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, options):
+    """Every rank has the whole arrays, cuts its own parts, and gives back the whole gradients."""
+    from test_gradients import layer_of
+
+    def own(a, rule):
+        return a if rule is None else np.ascontiguousarray(longspan.shard(a, rule, comm=comm))
+
+    layer, run = layer_of(options, comm, strategy=strategy, keys=keys, queries=queries)
+    run.update(total_keys=len(k), total_queries=None if queries is None else len(q))
+    own_q, own_k, own_v = own(q, queries), own(k, keys), own(v, keys)
+    out, lse = layer(own_q, own_k, own_v, return_lse=True, **run)
+    dq, dk, dv = layer.backward(own(dout, queries), own_q, own_k, own_v, out, lse, dlse=own(dlse, queries), **run)
+    whole = [longspan.unshard(np.asarray(a), keys, comm=comm) for a in (dk, dv)]
+    return (dq if queries is None else longspan.unshard(np.asarray(dq), queries, comm=comm), *whole)
+
+
 def attend_parts(comm, q, k, v, results, options):
     """Every rank has all of q; its part of the result, by one call and by a layer."""
     own_k, own_v = (longspan.shard(a, "zigzag", comm=comm) for a in (k, v))

@@ -16,9 +16,28 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The query
     rows are the last positions of the sequence."""
     q, k, v = (host(a).astype(np.float64) for a in (q, k, v))
+    (tokens, heads, _), (keys, kv_heads, value_dim) = q.shape, v.shape
+    out = np.zeros((tokens, heads, value_dim))
+    lse = np.full((tokens, heads), -np.inf)
+    for h, score in enumerate(scores(q, k, causal=causal, scale=scale, window=window, softcap=softcap, slopes=slopes,
+                                     alibi=alibi, documents=documents)):
+        sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
+        all_scores = np.concatenate([score, sink], 1)
+        most = all_scores.max(1, keepdims=True)
+        most = np.where(np.isfinite(most), most, 0)
+        weights = np.exp(all_scores - most)
+        total = weights.sum(1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lse[:, h] = (most + np.log(total))[:, 0]
+            share = np.where(total > 0, weights / total, 0)
+        out[:, h] = share[:, :keys] @ v[:, h // (heads // kv_heads)]
+    return out, lse
+
+
+def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents):
+    """Yields the scores [tokens, keys] of each head; -inf where a key is not seen."""
     tokens, heads, dim = q.shape
-    keys, kv_heads, value_dim = len(k), k.shape[1], v.shape[2]
-    group = heads // kv_heads
+    keys, group = len(k), heads // k.shape[1]
     scale = dim ** -0.5 if scale is None else scale
     i = np.arange(keys - tokens, keys)[:, None]
     j = np.arange(keys)[None, :]
@@ -34,8 +53,6 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
             return np.searchsorted(documents, x, side="right")
         inside = (i >= documents[0]) & (i < documents[-1])
         seen &= (document(i) == document(j)) & inside
-    out = np.zeros((tokens, heads, value_dim))
-    lse = np.full((tokens, heads), -np.inf)
     for h in range(heads):
         score = q[:, h] @ k[:, h // group].T * scale
         if softcap:
@@ -44,18 +61,7 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
             distance = {"query": np.abs(i - j), "context": keys - tokens - j,
                         "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
             score = score - slopes[h] * distance
-        score = np.where(seen, score, -np.inf)
-        sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
-        all_scores = np.concatenate([score, sink], 1)
-        most = all_scores.max(1, keepdims=True)
-        most = np.where(np.isfinite(most), most, 0)
-        weights = np.exp(all_scores - most)
-        total = weights.sum(1, keepdims=True)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            lse[:, h] = (most + np.log(total))[:, 0]
-            share = np.where(total > 0, weights / total, 0)
-        out[:, h] = share[:, :keys] @ v[:, h // group]
-    return out, lse
+        yield np.where(seen, score, -np.inf)
 
 
 # Error bounds for a result of order 1: one rounding to the type, and float32 within. Ranks add nothing.
@@ -71,3 +77,24 @@ def assert_close(found, wanted, dtype="float32"):
 
 def assert_lse_close(found, wanted):
     np.testing.assert_allclose(host(found), wanted, rtol=1e-5, atol=2e-5)
+
+
+def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
+              alibi="query", sinks=None, documents=None):
+    """(dq, dk, dv) of attention() with these options, for gradients of its out and lse."""
+    q, k, v, dout = (host(a).astype(np.float64) for a in (q, k, v, dout))
+    options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, documents=documents)
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    out, lse = attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, **options)
+    dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
+    for h, score in enumerate(scores(q, k, scale=scale, softcap=softcap, **options)):
+        x = q[:, h] @ k[:, h // group].T * scale
+        weight = np.exp(score - np.where(np.isfinite(lse[:, h]), lse[:, h], np.inf)[:, None])
+        d = (dout[:, h] * out[:, h]).sum(1) - (0 if dlse is None else host(dlse)[:, h].astype(np.float64))
+        ds = weight * (dout[:, h] @ v[:, h // group].T - d[:, None])
+        dx = scale * ds * (1 - np.tanh(x / softcap) ** 2 if softcap else 1)
+        dq[:, h] = dx @ k[:, h // group]
+        dk[:, h // group] += dx.T @ q[:, h]
+        dv[:, h // group] += weight.T @ dout[:, h]
+    return dq, dk, dv

@@ -56,8 +56,7 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
                         const Communicator& world) {
   if (!options.gradients)
     throw UsageError(
-        "backward was called on a layer without gradients; make it with "
-        "Options::gradients");
+        "backward was called on a layer without gradients; set Options::gradients when it is made");
   const AttentionArgs& run = args.run;
   const Device device = world.device();
   refuse_runs_without_gradients(run);

@@ -83,7 +83,7 @@ void check_gradient_options(const Options& o) {
         "gradients with RoPE (rope.dim) are not supported yet: they would be those of rotated "
         "rows; rotate q and k before the call");
   usage(o.limits.max_kv_len > 0,
-        "gradients need limits.max_kv_len: their sums are allocated for it");
+        "gradients need max_kv_len, the most keys of a sequence: their sums are allocated for it");
 }
 
 }  // namespace

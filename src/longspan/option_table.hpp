@@ -115,7 +115,7 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("limits.", "dense_keys", nullptr, nullptr, o.limits.dense_keys);
 
   is("", "invariant", "invariant", "--invariant", o.invariant);
-  is("", "gradients", nullptr, nullptr, o.gradients);
+  is("", "gradients", "gradients", nullptr, o.gradients);
   is("debug.", "check_arrays", "check_arrays", nullptr, o.debug.check_arrays);
   is("debug.", "profile", "profile", nullptr, o.debug.profile,
      "a rank may time its own phases; what travels is the same");

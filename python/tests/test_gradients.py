@@ -1,0 +1,166 @@
+"""Gradients of a layer against float64, which finite differences check."""
+
+import numpy as np
+import pytest
+
+import jobs
+import longspan
+from oracle import attention, gradients, host
+from ranks import Ranks
+from test_attend import DTYPES, numbers
+
+INPUT, USAGE, UNSUPPORTED = longspan.InputError, longspan.UsageError, longspan.UnsupportedError
+
+OPTIONS = [
+    dict(),
+    dict(causal=True, softcap=2.0),
+    dict(causal=True, window=(20, -1), scale=0.3),
+    dict(window=(-1, 3), slopes=[0.5, 0.1, 0.0, 1.0], sinks=[0.5, -1.0, 0.0, 3.0]),
+    dict(documents=[0, 11, 11, 40]),
+]
+
+
+def problem(rng, tokens=30, keys=40, dtype="float32"):
+    q = numbers(rng, (tokens, 4, 32), dtype)
+    k, v = (numbers(rng, (keys, 2, 32), dtype) for _ in range(2))
+    dout = numbers(rng, (tokens, 4, 32), dtype)
+    return q, k, v, dout, numbers(rng, (tokens, 4))
+
+
+def layer_of(options, comm=None, dtype="float32", **more):
+    """The layer of the oracle's options, and the arguments of its runs."""
+    given = dict(options)
+    run = {name: given.pop(at) for at, name in (("slopes", "alibi_slopes"), ("sinks", "sinks"),
+                                                ("documents", "documents")) if at in given}
+    names = dict(scale="softmax_scale", window="window_size")
+    layer = longspan.Attention(comm, heads=4, kv_heads=2, head_dim=32, dtype=dtype, max_queries=64,
+                               max_seqlen_k=64, gradients=True,
+                               **{names.get(n, n): x for n, x in given.items()}, **more)
+    return layer, {n: np.asarray(x, np.int64 if n == "documents" else np.float32) for n, x in run.items()}
+
+
+def assert_gradients_close(found, wanted, dtype="float32"):
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    for got, right, name in zip(found, wanted, ("dq", "dk", "dv")):
+        assert np.abs(host(got).astype(np.float64) - right).max() <= tolerance * max(1, np.abs(right).max()), name
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_reference_by_finite_differences(rng, options):
+    q, k, v, dout, dlse = (a.astype(np.float64) for a in problem(rng, 5, 12))
+    options = {n: x for n, x in options.items() if n != "documents"}
+
+    def value():
+        out, lse = attention(q, k, v, **options)
+        return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum()
+
+    for a, da in zip((q, k, v), gradients(q, k, v, dout, dlse, **options)):
+        for _ in range(6):
+            at, step = tuple(rng.integers(0, n) for n in a.shape), 1e-5
+            a[at] += step
+            above = value()
+            a[at] -= 2 * step
+            below = value()
+            a[at] += step
+            assert abs((above - below) / (2 * step) - da[at]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients(rng, options, dtype):
+    q, k, v, dout, dlse = problem(rng, dtype=dtype)
+    layer, run = layer_of(options, dtype=dtype)
+    out, lse = layer(q, k, v, return_lse=True, **run)
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **run)
+    for gradient, of in zip(found, (q, k, v)):
+        assert gradient.shape == of.shape and gradient.dtype == of.dtype
+    assert_gradients_close(found, gradients(q, k, v, dout, dlse, **options), dtype)
+
+
+def test_a_batch_whose_sequences_end_early(rng):
+    q, dout = (numbers(rng, (2, 10, 4, 32)) for _ in range(2))
+    k, v = (numbers(rng, (2, 50, 2, 32)) for _ in range(2))
+    lengths = [37, 12]
+    for b, n in enumerate(lengths):
+        k[b, n:] = v[b, n:] = np.nan
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=32, dtype="float32", causal=True, max_queries=20,
+                               max_batch=2, max_seqlen_k=50, gradients=True)
+    out, lse = layer(q, k, v, cache_seqlens=lengths, return_lse=True)
+    dq, dk, dv = layer.backward(dout, q, k, v, out, lse, cache_seqlens=lengths)
+    for b, n in enumerate(lengths):
+        wanted = gradients(q[b], k[b, :n], v[b, :n], dout[b], None, causal=True)
+        assert_gradients_close((dq[b], dk[b, :n], dv[b, :n]), wanted)
+        assert not dk[b, n:].any() and not dv[b, n:].any()
+
+
+def test_arrays_of_the_caller(rng):
+    q, k, v, dout, _ = problem(rng, dtype="bfloat16")
+    layer, _ = layer_of({}, dtype="bfloat16")
+    out, lse = layer(q, k, v, return_lse=True)
+    once = [np.full(a.shape, np.nan, np.float32) for a in (q, k, v)]
+    made = layer.backward(dout, q, k, v, out, lse, dq=once[0], dk=once[1], dv=once[2])
+    assert all(a is b for a, b in zip(made, once))
+    twice = [a.copy() for a in once]
+    layer.backward(dout, q, k, v, out, lse, dq=twice[0], dk=twice[1], dv=twice[2], accumulate=True)
+    for a, b in zip(once, twice):
+        np.testing.assert_array_equal(b, 2 * a)
+    # What cannot be read in place is copied: rows that run backwards, and every second column.
+    wide = np.zeros((*dout.shape[:2], 64), dout.dtype)
+    wide[..., ::2] = dout
+    again = layer.backward(wide[..., ::2], q, k, v, out, lse)
+    for a, b in zip(made, again):
+        np.testing.assert_array_equal(a.astype(b.dtype), b)
+
+
+def test_torch(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v, dout = (torch.from_numpy(a) for a in problem(rng)[:4])
+    layer, _ = layer_of(dict(causal=True))
+    out, lse = layer(q, k, v, return_lse=True)
+    found = layer.backward(dout, q, k, v, out, lse)
+    assert all(isinstance(a, torch.Tensor) for a in found)
+    assert_gradients_close(found, gradients(q, k, v, dout, None, causal=True))
+
+
+def test_refusals(rng):
+    q, k, v, dout, dlse = problem(rng)
+    layer, _ = layer_of({})
+    out, lse = layer(q, k, v, return_lse=True)
+    for error, text, call in [
+            (TypeError, "lse", lambda: layer.backward(dout, q, k, v, out, None)),
+            (TypeError, "dout", lambda: layer.backward(None, q, k, v, out, lse)),
+            (INPUT, "dout", lambda: layer.backward(dout[1:], q, k, v, out, lse)),
+            (INPUT, "dlse", lambda: layer.backward(dout, q, k, v, out, lse, dlse=dlse.astype(np.float16))),
+            (INPUT, "dk", lambda: layer.backward(dout, q, k, v, out, lse, dk=np.empty_like(q))),
+            (INPUT, "dq", lambda: layer.backward(dout, q, k, v, out, lse, dq=np.empty(q.shape, np.float16))),
+            (INPUT, "accumulate", lambda: layer.backward(dout, q, k, v, out, lse, accumulate=True)),
+            (UNSUPPORTED, "first columns", lambda: layer.backward(dout, q, k, k, out, lse)),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    forward = longspan.Attention(heads=4, kv_heads=2, head_dim=32, dtype="float32", max_queries=64)
+    with pytest.raises(USAGE, match="set gradients"):
+        forward.backward(dout, q, k, v, out, lse)
+    with pytest.raises(USAGE, match="max_seqlen_k"):
+        longspan.Attention(heads=4, head_dim=32, gradients=True)
+    with pytest.raises(UNSUPPORTED, match="rotary_dim"):
+        layer_of({}, rotary_dim=8)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    made = Ranks(request.param)
+    yield made
+    assert made.end() == [0] * request.param
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring-kv", "gather-kv", "ring-q", "heads", "gather-states",
+                                      "scatter-states"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_of_ranks(ranks, rng, strategy, options):
+    q, k, v, dout, dlse = problem(rng, 40)
+    for queries in (None, "zigzag") if strategy.endswith("states") else ("zigzag",):
+        found = ranks.values(jobs.gradients_sharded, q, k, v, dout, dlse, "zigzag", queries, strategy, options)
+        wanted = gradients(q, k, v, dout, dlse, **options)
+        for own in found:
+            assert_gradients_close(own, wanted)

@@ -7,7 +7,7 @@ import jobs
 import longspan
 from oracle import attention, gradients, host
 from ranks import Ranks
-from test_attend import DTYPES, numbers
+from test_attend import numbers
 
 INPUT, USAGE, UNSUPPORTED = longspan.InputError, longspan.UsageError, longspan.UnsupportedError
 

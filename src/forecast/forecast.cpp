@@ -60,6 +60,20 @@ class Work {
   std::map<std::pair<Balanced, int>, double> balances_;
 };
 
+/// The seconds of a backward. Scores, dq and dk are products over head_dim; the gradients of
+/// weights, and dv, over value_dim.
+double backward_seconds(const Forecast& f, double flops, double far, const Options& o,
+                        const Machine& machine) {
+  const BackwardCost& cost = f.cost.backward;
+  const double products = (3.0 * o.head_dim + 2.0 * o.of_values()) / (o.head_dim + o.of_values());
+  const double attend = cost.calls * machine.call_s +
+                        f.balance * f.cost.work * products * flops / machine.flops_per_s;
+  const auto transfer = [&](double bytes) { return transfer_seconds(bytes, far * bytes, machine); };
+  const double hidden = std::min(transfer(cost.overlapped_bytes) * machine.overlap, attend);
+  return attend + cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
+         transfer(cost.received_bytes) - hidden + cost.copied_bytes / machine.copy_bytes_per_s;
+}
+
 void predict(Forecast& f, Work& work, double flops, const Options& o, const Topology& topology,
              const RunSize& size, const Machine& machine) {
   const bool two_levels = f.strategy->levels == 2;
@@ -79,6 +93,7 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   f.exchange = waits + transfer_seconds(cost.received_bytes, f.far_bytes, machine) - f.hidden;
   f.merge =
       cost.merged_bytes / machine.merge_bytes_per_s + cost.copied_bytes / machine.copy_bytes_per_s;
+  if (o.gradients) f.backward = backward_seconds(f, flops, far, o, machine);
 }
 
 void check_topology(const Topology& topology) {

@@ -50,6 +50,16 @@ struct RunSize {
                                         ///< sizes, each distributed by itself; empty: all are alike
 };
 
+/// What the backward of a run costs on each rank (Options::gradients); its memory is part of
+/// RunCost::workspace_bytes.
+struct BackwardCost {
+  double received_bytes = 0;    ///< from the other ranks
+  double overlapped_bytes = 0;  ///< the part of them that travels while the rank computes
+  double messages = 0;          ///< transfers that wait for one another; each costs a latency
+  double calls = 1;             ///< calls of the kernel, one after another
+  double copied_bytes = 0;      ///< of rows and keys that it packs, reorders or adds up
+};
+
 /// What a run of that size costs on each rank.
 struct RunCost {
   double received_bytes = 0;    ///< from the other ranks
@@ -66,6 +76,7 @@ struct RunCost {
   double keys_read = 1;         ///< the part of all keys and values that a rank reads
   double merged_bytes = 0;      ///< of states that a rank folds
   double copied_bytes = 0;      ///< of rows that it packs or reorders
+  BackwardCost backward = {};   ///< of its backward, if the layer has gradients
 };
 
 /// The cost with the strategy that `options.strategy` names, on ranks that compute on `device`;
@@ -95,9 +106,11 @@ struct Forecast {
   double exchange = 0;                     ///< transfers that computation does not hide
   double hidden = 0;                       ///< transfers that the attention hides
   double merge = 0;                        ///< folds of states, packing and reordering
+  double backward = 0;                     ///< with Options::gradients: the backward, with its
+                                           ///< transfers
 
-  /// The time of the run.
-  double seconds() const { return attend + exchange + merge; }
+  /// The time of the run, and of its backward.
+  double seconds() const { return attend + exchange + merge + backward; }
 };
 
 /// Predicts a run of that size with every strategy of strategies(), in their order. The model:
@@ -107,6 +120,7 @@ struct Forecast {
 ///               messages that are peer_messages, peer_latency_s
 ///     hidden    the smaller of attend and `overlap` times the time of the overlapped bytes
 ///     merge     merged bytes / merge_bytes_per_s + copied bytes / copy_bytes_per_s
+///     backward  the same of its five products, where the attention has two, and of its transfers
 ///
 /// It refuses strategies that need more workspace than Limits::max_workspace. Throws UsageError for
 /// options, ranks, sizes and machine constants that make no sense, and Unsupported for options that

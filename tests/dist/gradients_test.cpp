@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
 #include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
@@ -449,6 +450,39 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
     constexpr double kScratch = 1 << 20;
     EXPECT_NEAR(with - without, with_wanted - without_wanted,
                 0.01 * (with_wanted - without_wanted) + kScratch);
+  }
+}
+
+/// So are the bytes that a rank receives, on the mean of the ranks.
+TEST(Gradients, ReceiveTheBytesThatAreForecast) {
+  const Communicator world = test_world();
+  const std::int64_t keys = 128 * world.size();
+  for (const Form& form : kForms) {
+    SCOPED_TRACE(std::string(form.strategy) + (form.replicated ? ", replicated" : ""));
+    const HostShape shape{.heads = 84,
+                          .kv_heads = 84,
+                          .dim = 8,
+                          .query_len = {static_cast<std::int32_t>(keys)},
+                          .kv_len = {static_cast<std::int32_t>(keys)}};
+    HostGradients whole(shape, 1, false);
+    const Shard own{Layout::contiguous, world.rank(), world.size()};
+    const Shard rows = form.replicated ? kReplicated : own;
+    RankProblem rank(whole, own, rows);
+    Options o = RankProblem::options(whole, own, rows, form.strategy);
+    o.limits.max_tokens = form.replicated ? keys : keys / world.size();
+    Attention layer(world, o);
+    layer.run(rank.run_args());
+    const comm::Transport& transport = comm::transport_of(world);
+    const std::uint64_t before = transport.received_bytes();
+    layer.backward(rank.gradient_args());
+    layer.wait();
+    double all = 0;
+    for (const std::string& bytes :
+         world.gather(std::to_string(transport.received_bytes() - before), "bytes"))
+      all += std::stod(bytes);
+    const auto most = static_cast<double>(o.limits.max_tokens), count = static_cast<double>(keys);
+    const RunSize size{.tokens = count, .most_tokens = most, .keys = count};
+    EXPECT_DOUBLE_EQ(all / world.size(), cost_of(o, world.size(), size).backward.received_bytes);
   }
 }
 

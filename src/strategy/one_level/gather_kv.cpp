@@ -260,7 +260,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   const double come = ranks * most_keys_of_a_rank(options.keys, size.keys, ranks);
   RunCost cost{.received_bytes = (ranks - 1) * size.keys / ranks * row,
                .messages = 2,
-               .work = options.queries ? 1.0 / ranks : 1.0};
+               .work = options.queries ? 1.0 / ranks : 1.0,
+               .backward = KeyGradients::cost(options, ranks, size)};
   if (device == Device::host) {
     cost.workspace_bytes = states + come * row + size.keys * sizeof(kernels::KeySpan) + gradients;
     return cost;

@@ -144,7 +144,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
           .work = 1.0 / ranks,
           .keys_read = 1.0 / ranks,
           .merged_bytes = ranks * merged * state_row_bytes(options),
-          .copied_bytes = options.queries ? 2 * ranks * queries : 0};
+          .copied_bytes = options.queries ? 2 * ranks * queries : 0,
+          .backward = StateGradients::cost(options, ranks, size)};
 }
 
 }  // namespace

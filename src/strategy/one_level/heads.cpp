@@ -123,6 +123,7 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   RunCost cost = by_puts ? head_puts_cost(o, ranks, size) : head_exchange_cost(o, ranks, size);
   cost.workspace_bytes += state_slot_bytes(o, rows, most_heads(o.heads, o.kv_heads, ranks).query) +
                           HeadGradients::workspace_bytes(o, ranks, size);
+  cost.backward = HeadGradients::cost(o, ranks, size);
   return cost;
 }
 

@@ -215,7 +215,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
           .peer_messages = by_peers ? ranks - 1.0 : 0,
           .work = 1.0 / ranks,
           .calls = static_cast<double>(ranks),
-          .merged_bytes = (ranks - 1) * states};
+          .merged_bytes = (ranks - 1) * states,
+          .backward = KeyGradients::cost(options, ranks, size)};
 }
 
 }  // namespace

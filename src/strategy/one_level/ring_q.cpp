@@ -266,7 +266,8 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
           .work = 1.0 / ranks,
           .calls = static_cast<double>(ranks),
           .merged_bytes = ranks * slot,
-          .copied_bytes = rows * query_row_bytes(options)};
+          .copied_bytes = rows * query_row_bytes(options),
+          .backward = RowGradients::cost(options, ranks, size)};
 }
 
 }  // namespace

@@ -202,7 +202,8 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
           .work = 1.0 / ranks,
           .keys_read = 1.0 / ranks,
           .merged_bytes = ranks == 1 ? whole * state_row_bytes(o) : ranks * part,
-          .copied_bytes = ranks * (part + 2 * queries + 2 * finished)};
+          .copied_bytes = ranks * (part + 2 * queries + 2 * finished),
+          .backward = StateGradients::cost(o, ranks, size)};
 }
 
 }  // namespace

@@ -45,6 +45,27 @@ double HeadGradients::workspace_bytes(const Options& options, int ranks, const R
          ranks * most_keys_of_a_rank(options.keys, size.keys, ranks) * sizeof(std::int64_t);
 }
 
+/// Slots have room for the most heads. dout has the type of out.
+BackwardCost HeadGradients::cost(const Options& o, int ranks, const RunSize& size) {
+  if (!o.gradients || ranks == 1) return {};
+  const MostHeads most = most_heads(o.heads, o.kv_heads, ranks);
+  const double rows = size.most_tokens * most.query, keys = size.keys / ranks * most.kv;
+  const auto row_bytes = [](DType dtype, int dim) {
+    return static_cast<double>(storage_of(dtype).row_bytes(dim));
+  };
+  const DType kv = o.dtypes.of_kv();
+  const double slots = rows * (row_bytes(o.dtypes.of_query(), o.head_dim) +
+                               row_bytes(o.dtypes.of_out(), o.of_values()) +
+                               sizeof(kernels::RowTerm) + row_bytes(fp32, o.head_dim)) +
+                       keys * (row_bytes(kv, o.head_dim) + row_bytes(kv, o.of_values()) +
+                               row_bytes(fp32, GradientSums::padded(o.head_dim)) +
+                               row_bytes(fp32, GradientSums::padded(o.of_values())));
+  constexpr int kExchanges = 8;  // q, dout, row terms, k, v, dq, dk and dv
+  return {.received_bytes = (ranks - 1) * slots,
+          .messages = kExchanges,
+          .copied_bytes = 2 * ranks * slots};
+}
+
 void HeadGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = exchange_.most_tokens(), keys = most_whole_keys(layer_);

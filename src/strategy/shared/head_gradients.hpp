@@ -23,6 +23,7 @@ class HeadGradients {
   HeadGradients(const LayerContext& layer, const HeadExchange& exchange);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
   /// `pass` is as HeadExchange::prepare left it.

@@ -72,6 +72,19 @@ double KeyGradients::workspace_bytes(const Options& options, int ranks, const Ru
          (1 + GradientRing::kSlots) * keys * key_row_bytes(options);
 }
 
+/// Everything travels beside an attention but the gradients of the last guest.
+BackwardCost KeyGradients::cost(const Options& options, int ranks, const RunSize& size) {
+  if (!options.gradients || ranks == 1) return {};
+  const double keys = size.keys / ranks, others = ranks - 1;
+  const double sums = GradientMemory::key_sum_bytes(options, keys);
+  const double received = others * (keys * key_row_bytes(options) + sums);
+  return {.received_bytes = received,
+          .overlapped_bytes = received - sums,
+          .messages = 2,
+          .calls = static_cast<double>(ranks),
+          .copied_bytes = others * sums};
+}
+
 void KeyGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = keys_.block_rows();

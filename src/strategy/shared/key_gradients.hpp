@@ -26,6 +26,7 @@ class KeyGradients {
 
   /// The bytes of its memory on a rank for runs of that size, without the scratch of its kernels.
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
   void backward(Pass& pass, const GradientArgs& args);

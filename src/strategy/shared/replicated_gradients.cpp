@@ -21,6 +21,13 @@ double ReplicatedGradients::workspace_bytes(const Options& options, int ranks,
   return ranks == 1 ? own : own + GradientMemory::row_sum_bytes(options, size.tokens);
 }
 
+/// Twice the shares of the other ranks: of this rank's share, and of the sums.
+BackwardCost ReplicatedGradients::cost(const Options& options, int ranks, const RunSize& size) {
+  if (!options.gradients || ranks == 1) return {};
+  const double sums = GradientMemory::row_sum_bytes(options, size.tokens);
+  return {.received_bytes = 2 * (ranks - 1) * sums / ranks, .messages = 2, .copied_bytes = sums};
+}
+
 std::int64_t ReplicatedGradients::share_bytes(std::int64_t rows) const {
   return share_of(memory_.row_sum_bytes(rows), layer_.comm.size());
 }

@@ -23,6 +23,7 @@ class ReplicatedGradients {
   explicit ReplicatedGradients(const LayerContext& layer);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
   void backward(const Pass& pass, const GradientArgs& args) const;

@@ -89,6 +89,22 @@ double RowGradients::workspace_bytes(const Options& options, int ranks, const Ru
          2 * GradientRing::kSlots * GradientMemory::row_sum_bytes(options, rows);
 }
 
+/// dout has the type of out. Everything travels beside an attention but the dq of the last guest.
+BackwardCost RowGradients::cost(const Options& options, int ranks, const RunSize& size) {
+  if (!options.gradients || ranks == 1) return {};
+  const double rows = options.queries ? size.most_tokens : size.tokens, others = ranks - 1;
+  const double dout = static_cast<double>(
+      storage_of(options.dtypes.of_out()).bytes(std::int64_t{options.heads} * options.of_values()));
+  const double terms = 1.0 * options.heads * sizeof(kernels::RowTerm);
+  const double sums = GradientMemory::row_sum_bytes(options, rows);
+  const double received = others * (rows * (query_row_bytes(options) + dout + terms) + sums);
+  return {.received_bytes = received,
+          .overlapped_bytes = received - sums,
+          .messages = 2,
+          .calls = static_cast<double>(ranks),
+          .copied_bytes = others * sums};
+}
+
 void RowGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = layer_.bounds.tokens;

@@ -25,6 +25,7 @@ class RowGradients {
   RowGradients(const LayerContext& layer, const DealtRows& rows, const RowStarts& starts);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
   /// `pass` has this rank's own rows.

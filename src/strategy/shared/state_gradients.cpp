@@ -16,6 +16,11 @@ double StateGradients::workspace_bytes(const Options& options, int ranks, const 
                          : ReplicatedGradients::workspace_bytes(options, ranks, size);
 }
 
+BackwardCost StateGradients::cost(const Options& options, int ranks, const RunSize& size) {
+  return options.queries ? RowGradients::cost(options, ranks, size)
+                         : ReplicatedGradients::cost(options, ranks, size);
+}
+
 void StateGradients::lay_out(Parts& memory) {
   if (replicated_) return replicated_->lay_out(memory);
   starts_.lay_out(memory);

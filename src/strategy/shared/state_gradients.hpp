@@ -17,6 +17,7 @@ class StateGradients {
   StateGradients(const LayerContext& layer, const DealtRows& rows);
 
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 
   /// `pass` is as DealtRows::prepare left it.

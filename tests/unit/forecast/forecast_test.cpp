@@ -436,6 +436,40 @@ TEST(Choose, ShortPrefillOnGpusGoesWithoutCollectives) {
   EXPECT_EQ(choice(32768, 4, 32, 8), "gather-kv");
 }
 
+/// Backward takes five products where forward takes two.
+TEST(Forecast, ABackwardIsPartOfTheTime) {
+  Options options = prefill(65536, 4, Layout::zigzag);
+  const std::vector<Forecast> forward = forecast_of(options, 4);
+  options.gradients = true;
+  const std::vector<Forecast> both = forecast_of(options, 4);
+  for (std::size_t i = 0; i < both.size(); ++i) {
+    if (!both[i].refusal.empty()) continue;
+    SCOPED_TRACE(both[i].strategy->name);
+    EXPECT_DOUBLE_EQ(both[i].attend, forward[i].attend);
+    EXPECT_DOUBLE_EQ(both[i].seconds() - both[i].backward, forward[i].seconds());
+    EXPECT_NEAR(both[i].backward / both[i].attend, 2.5, 0.4);
+    EXPECT_GT(both[i].cost.workspace_bytes, forward[i].cost.workspace_bytes);
+  }
+}
+
+/// Few rows travel to many keys, and few keys to the rows.
+TEST(Choose, TrainingMovesWhatIsSmaller) {
+  const auto chosen = [](std::int64_t rows, std::int64_t keys, int kv_heads) {
+    Options options = prefill(keys, 4, Layout::striped);
+    options.kv_heads = kv_heads;
+    options.limits.max_tokens = rows / 4;
+    options.gradients = true;
+    Machine slow_links = built_in_machine(Device::host);
+    slow_links.link_bytes_per_s = 1e6;
+    return std::string(choose_strategy(options, 4, slow_links).name);
+  };
+  const std::string few_rows = chosen(512, 65536, 8);
+  EXPECT_TRUE(few_rows == "ring-q" || few_rows == "gather-states" || few_rows == "scatter-states")
+      << few_rows;
+  const std::string few_keys = chosen(8192, 8192, 1);
+  EXPECT_TRUE(few_keys == "ring-kv" || few_keys == "gather-kv") << few_keys;
+}
+
 TEST(Choose, WithoutALengthNothingIsPredicted) {
   Options options = prefill(1 << 20, 4, Layout::zigzag);
   options.limits.max_kv_len = 0;

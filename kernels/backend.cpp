@@ -39,6 +39,9 @@ namespace {
 
 std::size_t GradientKernels::gradient_scratch(const GradientParams&) const { refuse_gradients(); }
 void GradientKernels::row_terms(const RowTermParams&, Stream) const { refuse_gradients(); }
+void GradientKernels::sink_gradients(const SinkGradientParams&, Stream) const {
+  refuse_gradients();
+}
 void GradientKernels::attend_gradients(const GradientParams&, Stream, const BetweenTiles&) const {
   refuse_gradients();
 }

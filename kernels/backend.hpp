@@ -143,6 +143,7 @@ class GradientKernels {
   virtual std::size_t gradient_scratch(const GradientParams& bounds) const;
   /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the others do.
   virtual void row_terms(const RowTermParams& params, Stream stream) const;
+  virtual void sink_gradients(const SinkGradientParams& params, Stream stream) const;
   /// Adds up the gradients of a block of rows and a block of keys. On CPUs the calling thread calls
   /// `between`, as in AttentionKernels::attend.
   virtual void attend_gradients(const GradientParams& params, Stream stream,

@@ -40,6 +40,17 @@ struct RowTermParams {
   RowTerm* terms = nullptr;  // [tokens, heads]
 };
 
+/// Adds up the gradients of the sinks over the rows of a batch: to[h] = -sum exp(sink - lse) D.
+/// Sums are float64, rounded once.
+struct SinkGradientParams {
+  Batch batch;  // rows past its last sequence do not count
+  std::int64_t tokens = 0;
+  int heads = 1;
+  Floats sinks;                    // [heads]
+  const RowTerm* terms = nullptr;  // [tokens, heads]
+  float* to = nullptr;             // [heads]
+};
+
 /// Sums in fp32, with a kv head's rows one after another, so that a head is one dense block:
 /// [kv_heads, rows, padded(dim)]. Rows of queries are packed: token * group + head of the group.
 struct GradientSums {

@@ -59,6 +59,9 @@ class HostBackend final : public Backend {
     return host::gradient_scratch(bounds, pool_.size());
   }
   void row_terms(const RowTermParams& p, Stream) const override { host::row_terms(p, pool_); }
+  void sink_gradients(const SinkGradientParams& p, Stream) const override {
+    host::sink_gradients(p, pool_);
+  }
   void attend_gradients(const GradientParams& p, Stream,
                         const BetweenTiles& between) const override {
     host::attend_gradients(p, pool_, between);

@@ -7,6 +7,7 @@
 // In the fixed order (`invariant`) the sums of virtual ranks (order.hpp) fold as a tree. There are
 // always two passes then.
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <string>
 
@@ -15,6 +16,7 @@
 #include "kernels/host/gradient_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
+#include "longspan/state.hpp"
 
 namespace longspan::kernels::host {
 namespace {
@@ -266,6 +268,20 @@ void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool
 void row_terms(const RowTermParams& p, ThreadPool& pool) {
   pool.run_stretches(p.tokens,
                      [&](std::int64_t begin, std::int64_t end) { row_terms(p, begin, end); });
+}
+
+void sink_gradients(const SinkGradientParams& p, ThreadPool& pool) {
+  pool.run(p.heads, [&](std::int64_t head, int) {
+    const double sink = to_base_2(p.sinks[head]);
+    double sum = 0;
+    for (int b = 0; b < p.batch.size; ++b) {
+      const RowTerm* term = p.terms + p.batch.first_row(b) * p.heads + head;
+      for (std::int64_t t = 0; t < p.batch.query_len(b, p.tokens); ++t, term += p.heads)
+        if (term->lse != -infinity())
+          sum -= std::exp2(sink - term->lse - term->lse_low) * static_cast<double>(term->d);
+    }
+    p.to[head] = static_cast<float>(sum);
+  });
 }
 
 void store_gradients(const StoreGradientParams& p, ThreadPool& pool) {

@@ -21,6 +21,7 @@ std::size_t gradient_scratch(const GradientParams& bounds, int threads);
 void attend_gradients(const GradientParams& params, ThreadPool& pool, const BetweenTiles& between);
 void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool);
 void row_terms(const RowTermParams& params, ThreadPool& pool);
+void sink_gradients(const SinkGradientParams& params, ThreadPool& pool);
 void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);

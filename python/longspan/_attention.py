@@ -351,7 +351,7 @@ class Attention:
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
-                 dv: Array | None = None, accumulate: bool = False, causal: Numbers | None = None,
+                 dv: Array | None = None, dsinks: Array | None = None, accumulate: bool = False, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                  alibi_slopes: Numbers | None = None, sinks: Numbers | None = None,
                  qq_bias: Array | None = None, documents: Numbers | None = None,
@@ -372,7 +372,9 @@ class Attention:
             dlse: the gradient of lse, in its shape, float32.
             dq, dk, dv: arrays in the shapes of q, k and v, in their types or float32; written in
                 place of new ones. Keys past the sequences stay as they are; in new arrays they are 0.
-            accumulate: add to what dq, dk and dv hold, before the rounding.
+            dsinks: [heads], an array for the gradient of the sinks, over the rows of all ranks; float32,
+                or as the sinks. None leaves it out.
+            accumulate: add to what the arrays hold, before the rounding.
             causal and the others: as the run had them.
 
         Returns:
@@ -398,7 +400,7 @@ class Attention:
             **self._dealt_out)
         return _core.backward_layer(
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
-            accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
+            dsinks=dsinks, accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
             cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
             query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
             out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,

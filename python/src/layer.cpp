@@ -24,7 +24,7 @@ namespace {
 
 constexpr NameList kBackward = [] {
   NameList names = kRun;
-  for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "accumulate"})
+  for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "dsinks", "accumulate"})
     names.add(name);
   return names;
 }();
@@ -36,9 +36,11 @@ class Gradients {
       : dout_(given.get<"dout">()),
         dlse_(given.get<"dlse">()),
         given_{Array(given.get<"dq">()), Array(given.get<"dk">()), Array(given.get<"dv">())},
+        dsinks_(given.get<"dsinks">()),
         accumulate_(flag(given.get<"accumulate">())),
         copies_(given.get<"stream">()) {
     dout_.required().floats();
+    if (dsinks_) dsinks_.writable();
     for (const Array& array : given_) {
       array.floats();
       if (accumulate_ && !array)
@@ -51,6 +53,7 @@ class Gradients {
     if (gpu < 0) return;
     require_gpu(dout_, "dout", gpu);
     require_gpu(dlse_, "dlse", gpu);
+    require_gpu(dsinks_, "dsinks", gpu);
     for (std::size_t i = 0; i < given_.size(); ++i) require_gpu(given_[i], kNames[i], gpu);
   }
 
@@ -65,6 +68,7 @@ class Gradients {
     g.dq = exchanged(made_[0].tensor());
     g.dk = made_[1].tensor();
     g.dv = made_[2].tensor();
+    if (dsinks_) g.dsinks = dsinks_.tensor();
     g.accumulate = accumulate_;
     return g;
   }
@@ -92,6 +96,7 @@ class Gradients {
   Array dout_, dlse_;
   std::array<Array, 3> given_;
   std::array<Result, 3> made_;
+  Array dsinks_;
   bool accumulate_;
   DenseCopies copies_;
 };

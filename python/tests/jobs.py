@@ -30,9 +30,12 @@ def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, option
     run.update(total_keys=len(k), total_queries=None if queries is None else len(q))
     own_q, own_k, own_v = own(q, queries), own(k, keys), own(v, keys)
     out, lse = layer(own_q, own_k, own_v, return_lse=True, **run)
-    dq, dk, dv = layer.backward(own(dout, queries), own_q, own_k, own_v, out, lse, dlse=own(dlse, queries), **run)
+    dsinks = np.full(4, np.nan, np.float32) if "sinks" in run else None
+    dq, dk, dv = layer.backward(own(dout, queries), own_q, own_k, own_v, out, lse, dlse=own(dlse, queries),
+                                dsinks=dsinks, **run)
     whole = [longspan.unshard(np.asarray(a), keys, comm=comm) for a in (dk, dv)]
-    return (dq if queries is None else longspan.unshard(np.asarray(dq), queries, comm=comm), *whole)
+    return (dq if queries is None else longspan.unshard(np.asarray(dq), queries, comm=comm), *whole,
+            *([] if dsinks is None else [dsinks]))
 
 
 def attend_parts(comm, q, k, v, results, options):

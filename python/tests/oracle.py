@@ -81,13 +81,15 @@ def assert_lse_close(found, wanted):
 
 def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
               alibi="query", sinks=None, documents=None):
-    """(dq, dk, dv) of attention() with these options, for gradients of its out and lse."""
+    """(dq, dk, dv, dsinks) of attention() with these options, for gradients of its out and lse; dsinks
+    is None without sinks."""
     q, k, v, dout = (host(a).astype(np.float64) for a in (q, k, v, dout))
     options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, documents=documents)
     group = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, lse = attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, **options)
     dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
+    dsinks = None if sinks is None else np.zeros(len(sinks))
     for h, score in enumerate(scores(q, k, scale=scale, softcap=softcap, **options)):
         x = q[:, h] @ k[:, h // group].T * scale
         weight = np.exp(score - np.where(np.isfinite(lse[:, h]), lse[:, h], np.inf)[:, None])
@@ -97,4 +99,6 @@ def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1,
         dq[:, h] = dx @ k[:, h // group]
         dk[:, h // group] += dx.T @ q[:, h]
         dv[:, h // group] += weight.T @ dout[:, h]
-    return dq, dk, dv
+        if sinks is not None:
+            dsinks[h] = -(np.exp(float(sinks[h]) - lse[:, h]) * d).sum()
+    return dq, dk, dv, dsinks

@@ -41,7 +41,7 @@ def layer_of(options, comm=None, dtype="float32", **more):
 
 def assert_gradients_close(found, wanted, dtype="float32"):
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    for got, right, name in zip(found, wanted, ("dq", "dk", "dv")):
+    for got, right, name in zip(found, wanted, ("dq", "dk", "dv", "dsinks")):
         assert np.abs(host(got).astype(np.float64) - right).max() <= tolerance * max(1, np.abs(right).max()), name
 
 
@@ -63,6 +63,12 @@ def test_the_reference_by_finite_differences(rng, options):
             below = value()
             a[at] += step
             assert abs((above - below) / (2 * step) - da[at]) < 1e-6
+    if "sinks" in options:
+        sinks, step = list(options["sinks"]), 1e-5
+        dsinks = gradients(q, k, v, dout, dlse, **options)[3]
+        for h in range(4):
+            at = [value() for options["sinks"] in ([*sinks[:h], sinks[h] + s, *sinks[h + 1:]] for s in (step, -step))]
+            assert abs((at[0] - at[1]) / (2 * step) - dsinks[h]) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,9 +77,11 @@ def test_gradients(rng, options, dtype):
     q, k, v, dout, dlse = problem(rng, dtype=dtype)
     layer, run = layer_of(options, dtype=dtype)
     out, lse = layer(q, k, v, return_lse=True, **run)
-    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **run)
+    dsinks = np.full(4, np.nan, np.float32) if "sinks" in run else None
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, dsinks=dsinks, **run)
     for gradient, of in zip(found, (q, k, v)):
         assert gradient.shape == of.shape and gradient.dtype == of.dtype
+    found = found if dsinks is None else (*found, dsinks)
     assert_gradients_close(found, gradients(q, k, v, dout, dlse, **options), dtype)
 
 
@@ -134,6 +142,7 @@ def test_refusals(rng):
             (INPUT, "dk", lambda: layer.backward(dout, q, k, v, out, lse, dk=np.empty_like(q))),
             (INPUT, "dq", lambda: layer.backward(dout, q, k, v, out, lse, dq=np.empty(q.shape, np.float16))),
             (INPUT, "accumulate", lambda: layer.backward(dout, q, k, v, out, lse, accumulate=True)),
+            (INPUT, "dsinks", lambda: layer.backward(dout, q, k, v, out, lse, dsinks=np.empty(4, np.float32))),
             (UNSUPPORTED, "first columns", lambda: layer.backward(dout, q, k, k, out, lse)),
     ]:
         with pytest.raises(error, match=text):

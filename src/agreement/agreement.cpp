@@ -104,6 +104,7 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o)
 RunDescription::RunDescription(const GradientArgs& args, const Options& o)
     : RunDescription(args.run, o, Backward{true}) {
   number("dout", static_cast<std::int64_t>(args.dout.dtype), Kind::dtype);
+  number("dsinks", static_cast<bool>(args.dsinks), Kind::given);
 }
 
 void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, bool reads_arrays) {

@@ -29,6 +29,19 @@ void check_key_gradient(const Tensor& gradient, const char* name, const Tensor& 
   check_written(gradient, name);
 }
 
+void check_sink_gradient(const GradientArgs& args, int heads, Device device) {
+  const Tensor &gradient = args.dsinks, &sinks = args.run.sinks;
+  require(static_cast<bool>(sinks), "dsinks is given, and the run has no sinks");
+  if (gradient.dtype != fp32) check_product_dtype(sinks.dtype, "sinks");
+  check_type(gradient, "dsinks", sinks.dtype, "sinks");
+  check_tensor(gradient, "dsinks", gradient.dtype, device);
+  require(gradient.dims == 1 && gradient.shape[0] == heads, "dsinks is {}; [{}] is wanted",
+          shape_text(gradient), heads);
+  require(gradient.stride[0] == 1 || heads == 1, "dsinks has a stride of {}; it must be dense",
+          gradient.stride[0]);
+  check_written(gradient, "dsinks");
+}
+
 void refuse_runs_without_gradients(const AttentionArgs& run) {
   const auto refuse = [](const char* what) {
     throw Unsupported(fmt::format("gradients of {} are not supported", what));
@@ -76,18 +89,24 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   check_key_gradient(args.dk, "dk", run.k, "k", device);
   check_key_gradient(args.dv, "dv", run.v, "v", device);
 
+  if (args.dsinks) check_sink_gradient(args, options.heads, device);
+
   const auto written = {std::pair{&args.dq, "dq"}, std::pair{&args.dk, "dk"},
-                        std::pair{&args.dv, "dv"}};
+                        std::pair{&args.dv, "dv"}, std::pair{&args.dsinks, "dsinks"}};
   for (const auto& [to, name] : written) {
     for (const auto& [in, in_name] :
          {std::pair{&run.q, "q"}, std::pair{&run.k, "k"}, std::pair{&run.v, "v"},
           std::pair{&run.out, "out"}, std::pair{&run.lse.tensor, "lse"},
-          std::pair{&args.dout, "dout"}, std::pair{&args.dlse.tensor, "dlse"}})
-      if (*in) check_overlap(*to, name, *in, in_name);
+          std::pair{&args.dout, "dout"}, std::pair{&args.dlse.tensor, "dlse"},
+          std::pair{&run.sinks, "sinks"}})
+      if (*to && *in) check_overlap(*to, name, *in, in_name);
   }
   check_overlap(args.dq, "dq", args.dk, "dk");
   check_overlap(args.dq, "dq", args.dv, "dv");
   check_overlap(args.dk, "dk", args.dv, "dv");
+  if (args.dsinks)
+    for (const auto& [to, name] : {std::pair{&args.dq, "dq"}, {&args.dk, "dk"}, {&args.dv, "dv"}})
+      check_overlap(args.dsinks, "dsinks", *to, name);
   return checked;
 }
 

@@ -128,8 +128,9 @@ struct Append {
 };
 
 /// Backward of one run: its arguments, the gradients of its results, and places for the gradients
-/// of q, k and v. The method starts from out and lse (FlashAttention-2, Dao, arXiv 2307.08691).
-/// Sums over keys, rows, the heads of a group and ranks are fp32, with one rounding at the end.
+/// of q, k, v and the sinks. The method starts from out and lse (FlashAttention-2, Dao, arXiv
+/// 2307.08691). Sums over keys, rows, the heads of a group and ranks are fp32, with one rounding at
+/// the end.
 struct GradientArgs {
   AttentionArgs run;  ///< as the run had them, with out and lse as it left them. lse is needed;
                       ///< fp8, pages, new keys and skip_decode are refused
@@ -140,7 +141,9 @@ struct GradientArgs {
   Tensor dk;  ///< gradient of k: its shape, in its type or fp32; keys past the sequences stay
               ///< untouched
   Tensor dv;  ///< the same for v
-  bool accumulate = false;  ///< add to what dq, dk and dv hold, before the rounding
+  Tensor dsinks = {};  ///< gradient of the sinks, [heads], over the rows of all ranks; fp32, or
+                       ///< fp16 or bf16 like the sinks; optional, on all ranks or on none
+  bool accumulate = false;  ///< add to what the gradients hold, before the rounding
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().

@@ -131,7 +131,8 @@ class Strategy {
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
 
-  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::gradients has it.
+  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::gradients has
+  /// it.
   virtual void backward(Pass& pass, const GradientArgs& args);
 };
 

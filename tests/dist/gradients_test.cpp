@@ -53,6 +53,7 @@ class RankProblem {
     dq_ = Array(gradient, rows * row);
     dk_ = Array(gradient, std::ssize(own_keys_) * s.kv_heads * s.dim);
     dv_ = dk_;
+    if (!whole.sinks.empty()) dsinks_ = Array(fp32, s.heads);
   }
 
   static Options options(const HostGradients& whole, const Shard& keys, const Shard& queries,
@@ -112,6 +113,7 @@ class RankProblem {
     g.dq = Tensor(dq_.data(), dq_.dtype, {rows, s.heads, s.dim});
     g.dk = Tensor(dk_.data(), dk_.dtype, {keys, s.kv_heads, s.dim});
     g.dv = Tensor(dv_.data(), dv_.dtype, {keys, s.kv_heads, s.dim});
+    if (!whole_.sinks.empty()) g.dsinks = Tensor(dsinks_.data(), dsinks_.dtype, {s.heads});
     return g;
   }
 
@@ -130,6 +132,7 @@ class RankProblem {
     part.dq = take(all.dq, rows_, std::int64_t{s.heads} * s.dim);
     part.dk = take(all.dk, own_keys_, std::int64_t{s.kv_heads} * s.dim);
     part.dv = take(all.dv, own_keys_, std::int64_t{s.kv_heads} * s.dim);
+    part.dsinks = all.dsinks;
     return part;
   }
 
@@ -164,10 +167,10 @@ class RankProblem {
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(a[i]);
       return values;
     };
-    return {floats(dq_), floats(dk_), floats(dv_)};
+    return {floats(dq_), floats(dk_), floats(dv_), floats(dsinks_)};
   }
   void poison() {
-    for (Array* a : {&dq_, &dk_, &dv_})
+    for (Array* a : {&dq_, &dk_, &dv_, &dsinks_})
       std::fill(a->bytes.begin(), a->bytes.end(), std::byte{0xff});
   }
   Array& dq() { return dq_; }
@@ -183,7 +186,7 @@ class RankProblem {
   HostGradients& whole_;
   Shard keys_, queries_;
   std::vector<std::int64_t> rows_, own_keys_;  // of the whole
-  Array q_, out_, dq_, dk_, dv_;
+  Array q_, out_, dq_, dk_, dv_, dsinks_;
   std::vector<float> lse_, dout_, dlse_;
   Local local_;
 };
@@ -405,6 +408,7 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dk.shape[0] += 1; }), HasSubstr("dk is"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dv.data = g.run.v.data; }), HasSubstr("dv"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.v = g.run.k; }), HasSubstr("first columns"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dsinks = g.dout; }), HasSubstr("no sinks"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.skip_decode = true; }), HasSubstr("skip_decode"));
 
   Options none = s.options;

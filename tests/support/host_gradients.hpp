@@ -24,6 +24,7 @@ struct GradientResult {
   std::vector<Real> dq;  // [tokens, heads, dim]
   std::vector<Real> dk;  // [keys, kv_heads, dim]
   std::vector<Real> dv;
+  std::vector<Real> dsinks;  // [heads], if there are sinks
 
   bool operator==(const GradientResult&) const = default;
 };
@@ -58,6 +59,14 @@ class HostGradients {
         {});
 
     GradientResult<float> all;
+    all.dsinks.assign(sinks.size(), kNan);
+    if (!sinks.empty())
+      backend.sink_gradients({.tokens = problem.tokens(),
+                              .heads = s.heads,
+                              .sinks = sinks.data(),
+                              .terms = terms.data(),
+                              .to = all.dsinks.data()},
+                             {});
     all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, kNan);
     all.dv = all.dk;
     const int columns = kernels::GradientSums::padded(s.dim), group = s.heads / s.kv_heads;
@@ -114,6 +123,7 @@ class HostGradients {
     all.dq.assign(problem.tokens() * s.heads * s.dim, 0);
     all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, 0);
     all.dv = all.dk;
+    all.dsinks.assign(sinks.size(), 0);
     for (int b = 0; b < problem.batch(); ++b) {
       for (int h = 0; h < s.heads; ++h) {
         const int kv_head = h / (s.heads / s.kv_heads);
@@ -143,6 +153,7 @@ class HostGradients {
               of_out, dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums,
               given.out.empty() ? nullptr : &result);
           for (int c = 0; c < s.dim; ++c) all.dq[row * s.dim + c] = own.dq[c];
+          if (!sinks.empty()) all.dsinks[h] += own.dsink;
         }
         for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
           const std::int64_t at = ((problem.key_start[b] + j) * s.kv_heads + kv_head) * s.dim;
@@ -171,10 +182,11 @@ class HostGradients {
   }
 };
 
-/// The largest errors that dq, dk and dv may have: 1.5 times those of plain fp32, and 2 ulp of the
-/// largest gradient.
+/// The largest errors that gradients may have: 1.5 times those of plain fp32, and 2 ulp of the
+/// largest gradient. The few gradients of sinks are sums whose terms cancel, so it is 2 ulp of the
+/// largest sum of absolute terms.
 struct GradientBounds {
-  double dq, dk, dv;
+  double dq, dk, dv, dsinks;
 
   GradientBounds(const HostGradients& problem, const Result& given) {
     const GradientResult<double> exact = problem.plain<double>();
@@ -190,6 +202,25 @@ struct GradientBounds {
     dq = bound(exact.dq, plain.dq);
     dk = bound(exact.dk, plain.dk);
     dv = bound(exact.dv, plain.dv);
+    dsinks = bound(exact.dsinks, plain.dsinks) + 2 * 0x1p-23 * largest_sink_terms(problem, given);
+  }
+
+ private:
+  /// The largest sum over rows of exp(sink - lse) (sum |dout out| + |dlse|) of a head.
+  static double largest_sink_terms(const HostGradients& problem, const Result& given) {
+    const HostShape& s = problem.problem.shape;
+    double largest = 0;
+    for (std::size_t h = 0; h < problem.sinks.size(); ++h) {
+      double sum = 0;
+      for (std::size_t row = h; row < given.lse.size(); row += problem.sinks.size()) {
+        double terms = problem.dlse.empty() ? 0 : std::abs(problem.dlse[row]);
+        for (std::size_t c = row * s.dim; c < (row + 1) * s.dim; ++c)
+          terms += std::abs(problem.dout[c] * given.out[c]);
+        sum += std::exp(problem.sinks[h] - given.lse[row]) * terms;
+      }
+      largest = std::max(largest, sum);
+    }
+    return largest;
   }
 };
 
@@ -209,7 +240,8 @@ inline ::testing::AssertionResult is_close(const GradientResult<float>& found,
   };
   if (auto r = check("dq", found.dq, exact.dq, bounds.dq); !r) return r;
   if (auto r = check("dk", found.dk, exact.dk, bounds.dk); !r) return r;
-  return check("dv", found.dv, exact.dv, bounds.dv);
+  if (auto r = check("dv", found.dv, exact.dv, bounds.dv); !r) return r;
+  return check("dsinks", found.dsinks, exact.dsinks, bounds.dsinks);
 }
 
 }  // namespace longspan::tests

@@ -12,6 +12,11 @@ using kernels::GradientSums;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
+/// Of the gradients of all sinks, in whole vectors.
+std::int64_t sink_bytes(const LayerContext& layer) {
+  return GradientSums::bytes(1, 1, layer.bounds.heads);
+}
+
 kernels::GradientParams bounds_of(const kernels::AttendParams& largest) {
   kernels::GradientParams bounds;
   static_cast<kernels::AttendParams&>(bounds) = largest;
@@ -61,6 +66,7 @@ void GradientMemory::lay_out(Parts& memory, std::int64_t dq_bytes) {
   dq_ = memory.take(at(std::max(dq_bytes, row_sum_bytes(bounds.tokens))));
   own_keys_ = memory.take(at(key_sum_bytes(keys_.block_rows())));
   key_starts_ = memory.take_array<std::int64_t>(at(bounds.batch.size));
+  sinks_ = memory.take(at(layer_.comm.size() * sink_bytes(layer_)));
   scratch_ = memory.take(scratch_bytes_);
 }
 
@@ -78,6 +84,14 @@ void GradientMemory::begin(const Pass& pass, const GradientArgs& args) const {
   if (args.dlse) p.dlse = token_lse_of(args.dlse);
   p.terms = terms_;
   layer_.kernels.row_terms(p, run.stream);
+  if (args.dsinks)
+    layer_.kernels.sink_gradients({.batch = pass.attend.batch,
+                                   .tokens = p.tokens,
+                                   .heads = p.heads,
+                                   .sinks = run.arrays.sinks,
+                                   .terms = terms_,
+                                   .to = sink_part(layer_.comm.rank())},
+                                  run.stream);
   keys_.find_starts(run, layer_.comm.rank(), {.start = key_starts_});
 }
 
@@ -112,6 +126,18 @@ kernels::GradientSums GradientMemory::row_sums(std::byte* memory, std::int64_t r
 void GradientMemory::add(void* to, const void* from, std::int64_t bytes, Stream stream) const {
   layer_.kernels.add_sums(static_cast<float*>(to), static_cast<const float*>(from), bytes / 4,
                           stream);
+}
+
+float* GradientMemory::sink_part(int rank) const {
+  return reinterpret_cast<float*>(sinks_ + rank * sink_bytes(layer_));
+}
+
+/// Leaves their sum, in the order of the ranks, in the part of rank 0.
+void GradientMemory::add_up_sinks(Stream stream) const {
+  const std::int64_t bytes = sink_bytes(layer_);
+  layer_.comm.all_gather(sink_part(layer_.comm.rank()), sinks_, at(bytes), stream,
+                         "backward, gather of dsinks");
+  for (int p = 1; p < layer_.comm.size(); ++p) add(sinks_, sink_part(p), bytes, stream);
 }
 
 void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_t rows) const {
@@ -151,6 +177,17 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
     }
     first += count;
   }
+
+  if (!args.dsinks) return;
+  const bool sharded = layer_.options.queries && layer_.comm.size() > 1;
+  if (sharded) add_up_sinks(run.stream);
+  kernels::StoreGradientParams store;
+  store.sums = {sink_part(sharded ? 0 : layer_.comm.rank()), 1, layer_.bounds.heads};
+  store.count = 1;
+  store.dtype = args.dsinks.dtype;
+  store.to = kernels::Rows{args.dsinks.data};
+  store.accumulate = args.accumulate;
+  layer_.kernels.store_gradients(store, run.stream);
 }
 
 }  // namespace longspan

@@ -33,8 +33,8 @@ class GradientMemory {
   /// `dq_bytes`: at least so many for the sums of rows.
   void lay_out(Parts& memory, std::int64_t dq_bytes = 0);
 
-  /// Queues what a backward starts with: the terms of own rows, and where sequences begin in the
-  /// sums of own keys.
+  /// Queues what a backward starts with: the terms of own rows, their part of the gradients of
+  /// sinks, and where sequences begin in the sums of own keys.
   void begin(const Pass& pass, const GradientArgs& args) const;
 
   /// This rank's rows and keys, from the start of their sums on.
@@ -54,12 +54,16 @@ class GradientMemory {
   /// to += from, sums of `bytes` bytes.
   void add(void* to, const void* from, std::int64_t bytes, Stream stream) const;
 
-  /// Rounds and stores the sums of `rows` own rows, and of own keys.
+  /// Rounds and stores the sums of `rows` own rows, and of own keys; and the gradients of sinks,
+  /// whose parts it gathers from all ranks if rows are sharded.
   void store(const Run& run, const GradientArgs& args, std::int64_t rows) const;
 
  private:
   int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
   std::int64_t k_bytes(std::int64_t rows) const;
+  /// This rank's part of the gradients of sinks, [heads] padded.
+  float* sink_part(int rank) const;
+  void add_up_sinks(Stream stream) const;
 
   LayerContext layer_;
   const TravellingKeys& keys_;
@@ -68,6 +72,7 @@ class GradientMemory {
   std::byte* dq_ = nullptr;             // sums of this rank's rows
   std::byte* own_keys_ = nullptr;       // sums of this rank's keys and values
   std::int64_t* key_starts_ = nullptr;  // [batch] first row of each sequence in them
+  std::byte* sinks_ = nullptr;          // [ranks] parts of the gradients of sinks
   std::byte* scratch_ = nullptr;
 };
 

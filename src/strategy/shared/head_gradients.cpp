@@ -30,6 +30,7 @@ std::int64_t most_whole_keys(const LayerContext& layer) {
 HeadGradients::HeadGradients(const LayerContext& layer, const HeadExchange& exchange)
     : layer_(layer),
       exchange_(exchange),
+      starts_(layer),
       memory_(layer, exchange.keys(), exchange.own_layer().bounds) {}
 
 double HeadGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
@@ -67,6 +68,7 @@ BackwardCost HeadGradients::cost(const Options& o, int ranks, const RunSize& siz
 }
 
 void HeadGradients::lay_out(Parts& memory) {
+  starts_.lay_out(memory);
   memory_.lay_out(memory);
   const std::int64_t rows = exchange_.most_tokens(), keys = most_whole_keys(layer_);
   const kernels::AttendParams& own = exchange_.own_layer().bounds;
@@ -98,7 +100,10 @@ void HeadGradients::bring(Pass& pass, const GradientArgs& args) const {
   pass.write_own_digest(layer_.kernels);
   const KeyBlock keys = exchange_.ready_keys(pass);
   exchange_.find_places(pass);
-  memory_.begin(Pass(pass.run), args);
+  Pass own(pass.run);
+  starts_.find(pass.run);
+  starts_.give(pass.run, layer_.comm.rank(), own.attend.batch);
+  memory_.begin(own, args);
   exchange_.exchange_queries(pass);
   exchange_.exchange_rows(pass, token_rows_of(args.dout), layer_.bounds.value_dim, args.dout.dtype,
                           dout_, "backward, exchange of dout");

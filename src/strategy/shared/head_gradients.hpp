@@ -13,6 +13,7 @@
 
 #include "src/strategy/shared/gradient_memory.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/row_starts.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -43,6 +44,7 @@ class HeadGradients {
 
   LayerContext layer_;
   const HeadExchange& exchange_;
+  RowStarts starts_;
   GradientMemory memory_;  // of this rank's rows and keys, all heads
   // Of all rows and keys, this rank's heads:
   std::byte* dout_ = nullptr;          // [tokens, heads, value_dim], room for fp32

@@ -47,6 +47,21 @@ LONGSPAN_HD bool check_rows(const Geometry& p, int b, const Report& report) {
   return true;
 }
 
+/// Checks the padding of a sequence of `kv_len` keys, and how many of its `rows` are used; returns
+/// whether they can be followed.
+template <class Report>
+LONGSPAN_HD bool check_used(const Batch& batch, int b, std::int64_t rows, std::int64_t kv_len,
+                            const Report& report) {
+  const std::int64_t padding = batch.padding(b), used = batch.used_rows ? batch.used_rows[b] : 0;
+  if (padding < 0 || padding > kv_len)
+    report(Fault::padding, b, kv_len, padding);
+  else if (used < 0 || used > rows)
+    report(Fault::used_rows, b, rows, used);
+  else
+    return true;
+  return false;
+}
+
 /// An interval that holds the local keys of the sequence that some row of it sees.
 LONGSPAN_HD inline Interval needed_keys(const Geometry& p, int b) {
   const Shard shard = p.shard.for_sequence(b);
@@ -122,6 +137,7 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
   if (check.is_append && check.slots != nullptr) return;  // nothing else is followed
   const std::int64_t q_len = p.batch.query_len(b, p.tokens), kv_len = p.batch.keys(b, p.shard);
   if (kv_len < 0) return report(Fault::kv_len, b, 0, kv_len);
+  if (!check_used(p.batch, b, p.whole_query_len(b), kv_len, report)) return;
   if (p.max_query_len > 0 && q_len > p.max_query_len)
     return report(Fault::query_len, b, p.max_query_len, q_len);
   if (p.bias.qq && p.whole_query_len(b) > p.bias.qq.width)

@@ -26,6 +26,10 @@ struct Batch {
   // [size + 1] rows of the queries on all ranks, if AttendParams::queries gives this rank a share
   // of each sequence's; or null when size is 1
   const std::int32_t* whole_query_start = nullptr;
+  const std::int32_t* left_padding = nullptr;  // [size] first keys that no row sees; or null
+  // [size] used query rows on all ranks, the first ones of a sequence; or null: all. The others see
+  // nothing.
+  const std::int32_t* used_rows = nullptr;
 
   LONGSPAN_HD std::int64_t first_row(int b) const { return query_start ? query_start[b] : 0; }
   LONGSPAN_HD std::int64_t query_len(int b, std::int64_t tokens) const {
@@ -37,6 +41,9 @@ struct Batch {
   LONGSPAN_HD std::int64_t first_key(int b) const {
     return key_start ? key_start[b] : b * key_pitch;
   }
+  LONGSPAN_HD std::int64_t padding(int b) const { return left_padding ? left_padding[b] : 0; }
+  /// Whether a row may see less of a sequence than the mask lets it.
+  LONGSPAN_HD bool hides() const { return left_padding != nullptr || used_rows != nullptr; }
   LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }
 };
 
@@ -56,7 +63,7 @@ struct Geometry {
                   // whole_query_start, `length` is the number of rows of the one sequence on all
                   // ranks. It is not `listed`: the rows of a tile ascend
   Mask mask;
-  Documents documents;  // of the one sequence
+  Documents documents;  // of each sequence
   Score score;
   Bias bias;
   bool invariant = false;          // keep the fixed order also for long queries
@@ -72,23 +79,29 @@ struct Geometry {
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
   }
-  /// The query rows of sequence b on all ranks. They are the last positions of the sequence.
+  /// The query rows of sequence b on all ranks.
   LONGSPAN_HD std::int64_t whole_query_len(int b) const {
     if (queries.ranks == 1) return batch.query_len(b, tokens);
     const std::int32_t* start = batch.whole_query_start;
     return start != nullptr ? start[b + 1] - start[b] : queries.length;
   }
-  /// The index among them of the rank's row `token` of sequence b. It ascends with `token`.
+  /// Those that are used. They are the last positions of the sequence.
+  LONGSPAN_HD std::int64_t used_query_len(int b) const {
+    return batch.used_rows != nullptr ? batch.used_rows[b] : whole_query_len(b);
+  }
+  /// The index among the rows on all ranks of the rank's row `token` of sequence b. It
+  /// ascends with `token`.
   LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
     return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
   }
   /// The position in the sequence of the rank's row `token` of sequence b.
   LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
-    return kv_len - whole_query_len(b) + query_index(b, token);
+    return kv_len - used_query_len(b) + query_index(b, token);
   }
   /// Which positions the queries of sequence b see.
   LONGSPAN_HD MaskRule mask_rule(int b, std::int64_t kv_len) const {
-    MaskRule rule{mask, documents, kv_len};
+    const std::int64_t padding = batch.padding(b);
+    MaskRule rule{mask, documents.for_sequence(b), kv_len, padding < kv_len ? padding : kv_len};
     rule.mask.causal = is_causal(b);
     return rule;
   }

@@ -79,7 +79,9 @@ struct RotateParams {
   /// The position of row `token` of sequence b.
   LONGSPAN_HD std::int64_t position(int b, std::int64_t token) const {
     const std::int64_t kv_len = geometry.batch.keys(b, geometry.shard);
-    return geometry.query_position(b, token - geometry.batch.first_row(b), kv_len);
+    const std::int64_t found =
+        geometry.query_position(b, token - geometry.batch.first_row(b), kv_len);
+    return found < kv_len ? found : kv_len - 1;  // rows that are not used need no angles of theirs
   }
 };
 
@@ -98,6 +100,8 @@ enum class Fault : std::int32_t {
   segments,     // segments of a given size do not hold all keys of a sequence
   too_many,     // all sequences together have more keys than max_total_keys
   rope,         // the tables of RoPE lack a position
+  padding,      // negative, or more keys than the sequence has
+  used_rows,    // negative, or more rows than the sequence has
 };
 
 /// The first fault found: which sequence or token, which column, and the value.

@@ -48,28 +48,38 @@ struct RowOrder {
   bool touches = false;
 };
 
-/// What the rows of one sequence see, by position: its mask and its documents. One function says
-/// it for all users.
+/// What the rows of one sequence see, by position: its mask, its documents and its padding. One
+/// function says it for all users. Rows past the keys, which a sequence has if not all of its rows
+/// are used, see nothing.
 struct MaskRule {
   static constexpr int kIntervals = 1;
 
   Mask mask;  // with the causal flag of the sequence
   Documents documents;
-  std::int64_t kv_len = 0;  // keys of the sequence, on all ranks
+  std::int64_t kv_len = 0;     // keys of the sequence, on all ranks
+  std::int64_t first_key = 0;  // those before it are padding; at most kv_len
 
   /// The keys that the row at a position sees.
   LONGSPAN_HD RowKeys<kIntervals> operator()(std::int64_t position) const {
-    return {{in_document(mask.visible(position, kv_len), position)}};
+    Interval seen = in_document(mask.visible(position, kv_len), position);
+    const std::int64_t first = position < kv_len ? first_key : kv_len;
+    if (seen.begin < first) seen.begin = first;
+    return {{seen}};
   }
   /// The other way round: the rows, from position 0 on, that see the key at a position.
   RowKeys<kIntervals> rows_that_see(std::int64_t position) const {
+    // Padding has no rows, and their place is the first row that sees the key behind it.
+    const bool is_padding = position < first_key;
+    if (is_padding) position = first_key;
     Interval rows{0, kv_len};
     if (mask.causal)
       rows.begin = position;
     else if (mask.right >= 0 && position > mask.right)
       rows.begin = position - mask.right;
     if (mask.window > 0 && position + mask.window < kv_len) rows.end = position + mask.window;
-    return {{in_document(rows, position)}};
+    rows = in_document(rows, position);
+    if (is_padding) rows.end = rows.begin;
+    return {{rows}};
   }
 
   /// The order of rows, or of keys, whose positions ascend. `consecutive`: none is left out between
@@ -116,16 +126,17 @@ RowKeys<kCount> in_shard(const RowKeys<kCount>& keys, const Shard& shard, std::i
 }
 
 /// Rows of a rank's share of a sequence's query rows, and what they see of the keys of a shard, as
-/// local keys. Neither shard is `listed`. Query rows are the last positions of the sequence.
+/// local keys. Neither shard is `listed`. Used query rows are the last positions of the sequence.
 template <class Rule>
 struct ShardedRows {
   Rule rule;
   Shard queries;                // the share of the rows
   std::int64_t whole_rows = 0;  // rows of all ranks
   Shard keys = {};              // by default of one rank: the local keys are the positions
+  std::int64_t unused = 0;      // of the whole rows, the last ones
 
   std::int64_t position(std::int64_t row) const {
-    return rule.kv_len - whole_rows + queries.position(row, whole_rows);
+    return rule.kv_len - whole_rows + unused + queries.position(row, whole_rows);
   }
   RowKeys<Rule::kIntervals> operator()(std::int64_t row) const {
     return in_shard(rule(position(row)), keys, rule.kv_len, {0, rule.kv_len});

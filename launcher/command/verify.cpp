@@ -26,6 +26,7 @@ std::string features(const Problem& p) {
   if (!p.qq_bias.empty()) text += " qq_bias";
   if (!p.causal.empty()) text += fmt::format(" causal of each {}", p.causal);
   if (!p.documents.empty()) text += fmt::format(" documents {}", p.documents);
+  if (!p.left_padding.empty()) text += fmt::format(" left padding {}", p.left_padding);
   if (!p.q_scale.empty()) text += fmt::format(" q {}", name(p.q.dtype));
   if (!p.k_scale.empty())
     text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());

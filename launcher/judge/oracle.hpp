@@ -24,13 +24,15 @@ using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::Ro
 /// The keys that the query at `position` of a sequence of `kv_len` keys sees: those j with
 ///
 ///     0 <= j < kv_len,   causal: j <= position,   window w > 0: position - j < w,
-///     right r >= 0, not causal: j - position <= r,   and of the query's document.
+///     right r >= 0, not causal: j - position <= r,   first_key <= j,
 ///
-/// Document d of `documents`, if given, has the positions from documents[d] up to documents[d + 1].
-/// A position outside of all sees nothing.
+/// and of the query's document. Document d of `documents`, if given, has the positions from
+/// documents[d] up to documents[d + 1]. A position outside of all, or past the keys, sees nothing.
 inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t kv_len,
-                          std::span<const std::int64_t> documents = {}) {
-  Interval seen{0, kv_len};
+                          std::span<const std::int64_t> documents = {},
+                          std::int64_t first_key = 0) {
+  if (position >= kv_len) return {kv_len, kv_len};
+  Interval seen{first_key, kv_len};
   const auto no_earlier = [&](std::int64_t first) { seen.begin = std::max(seen.begin, first); };
   const auto no_later = [&](std::int64_t last) { seen.end = std::min(seen.end, last + 1); };
   if (mask.causal) no_later(position);
@@ -44,6 +46,13 @@ inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t 
     return seen;
   }
   return {position, position};
+}
+
+/// The starts of sequence b in those of a batch of `sequences`, [batch, count + 1].
+inline std::span<const std::int64_t> of_sequence(std::span<const std::int64_t> documents, int b,
+                                                 int sequences) {
+  const std::size_t each = documents.size() / static_cast<std::size_t>(sequences);
+  return documents.subspan(static_cast<std::size_t>(b) * each, each);
 }
 
 /// The factor of ALiBi's slope, for the query at position i and the key at position j:

@@ -196,6 +196,17 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--right", o.mask.right, "How many keys a row sees after its own position")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
+  app.add_option("--documents", o.documents,
+                 "Starts of documents in every sequence, ascending, and the end of the last: a row "
+                 "sees keys of its own document")
+      ->transform(whole(std::int64_t{0}, kMostRows))
+      ->group(attention);
+  app.add_option(
+         "--left-padding", o.left_padding,
+         "How many of the first keys are padding that no row sees: of each sequence, or one "
+         "number for all")
+      ->transform(whole(std::int64_t{0}, kMostRows))
+      ->group(attention);
   visit_score_options(o.score, [&](const OptionInfo& option, auto& value) {
     if (option.help != nullptr) add_number(app, option, value, attention);
   });

@@ -48,8 +48,10 @@ struct RunOptions {
   // The attention.
   Mask mask;
   ScoreOptions score;
-  std::string alibi;  // the name of an Alibi; empty: no slopes
-  RopeOptions rope;   // of q; k is taken as rotated
+  std::string alibi;                       // the name of an Alibi; empty: no slopes
+  RopeOptions rope;                        // of q; k is taken as rotated
+  std::vector<std::int64_t> documents;     // their starts and the end, in every sequence
+  std::vector<std::int64_t> left_padding;  // of each sequence, or one number for all
   bool fp8_products = false;
   bool bf16_products = false;
 

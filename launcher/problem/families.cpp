@@ -409,6 +409,28 @@ void take_drafts(Problem& p, std::uint64_t seed) {
   }
 }
 
+/// Cuts each sequence into 0 to 3 documents.
+void take_documents(Problem& p, std::uint64_t seed) {
+  constexpr std::int64_t kMost = 3;
+  Random random(seed);
+  for (const std::int32_t length : p.kv_lens) {
+    std::vector<std::int64_t> starts(kMost + 1);
+    for (std::int64_t& start : starts) start = below(random, length + 1);
+    if (below(random, 3) != 0) starts[0] = 0, starts[kMost] = length;
+    std::sort(starts.begin(), starts.end());
+    const auto end = starts.begin() + 1 + below(random, kMost + 1);
+    std::fill(end, starts.end(), *(end - 1));  // fewer documents than the most
+    p.documents.insert(p.documents.end(), starts.begin(), starts.end());
+  }
+}
+
+/// Pads each sequence on the left.
+void take_padding(Problem& p, std::uint64_t seed) {
+  Random random(seed);
+  for (const std::int32_t length : p.kv_lens)
+    p.left_padding.push_back(below(random, below(random, 2) == 0 ? length + 1 : length / 2 + 1));
+}
+
 /// Makes q, k and v fp8, or some of them.
 void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool per_head,
               std::uint64_t seed) {
@@ -435,7 +457,7 @@ void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool 
 Family biases(const Sweep& sweep) {
   Family family;
   for (DType dtype : kDTypes) {
-    for (int kind = 0; kind < 7; ++kind) {
+    for (int kind = 0; kind < 9; ++kind) {
       Problem p = make(sweep, serving_shape(dtype), 1200 + kind);
       p.options.mask.causal = kind != 1;
       if (kind == 0) take_slopes(p, Alibi::context);
@@ -444,6 +466,8 @@ Family biases(const Sweep& sweep) {
       if (kind == 3) take_slopes(p, Alibi::context);
       if (kind == 4) p.causal = {0, 1, 0, 1};
       if (kind == 6) take_slopes(p, Alibi::sqrt, p.batch());
+      if (kind == 7) take_documents(p, sweep.seed);
+      if (kind == 8) take_padding(p, sweep.seed);
       if (kind == 5) {
         p = make(sweep, {.dtype = dtype, .q_lens = {70}, .kv_lens = {700}}, 1206);
         p.options.mask.causal = true;
@@ -506,6 +530,8 @@ Family serving(const Sweep& sweep) {
     if (chance(2)) take_drafts(p, i);
     if (chance(3))
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
+    if (chance(4)) take_documents(p, sweep.seed + i);
+    if (chance(4)) take_padding(p, sweep.seed + i);
     if (chance(2)) {
       const bool fp8_q = chance(2);
       quantise(p, fp8_q ? std::optional(pick(random, {e4m3, e5m2})) : std::nullopt,

@@ -1,7 +1,9 @@
 #include "launcher/problem/make_problem.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 #include <vector>
@@ -81,6 +83,25 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   file.read(0, problem.sinks.size() * sizeof(float), problem.sinks.data());
 }
 
+/// Documents and padding of every sequence.
+void take_hidden(Problem& problem, const RunOptions& o) {
+  const std::size_t batch = problem.kv_lens.size();
+  require(std::is_sorted(o.documents.begin(), o.documents.end()),
+          "--documents {}: the starts of documents ascend", fmt::join(o.documents, " "));
+  for (std::size_t b = 0; b < batch; ++b)
+    problem.documents.insert(problem.documents.end(), o.documents.begin(), o.documents.end());
+  if (o.left_padding.empty()) return;
+  require(o.left_padding.size() == 1 || o.left_padding.size() == batch,
+          "--left-padding has {} numbers; 1 is wanted, or {}, one for each sequence",
+          o.left_padding.size(), batch);
+  for (std::size_t b = 0; b < batch; ++b) {
+    const std::int64_t keys = o.left_padding[o.left_padding.size() == 1 ? 0 : b];
+    require(keys <= problem.kv_lens[b], "--left-padding {}: sequence {} has {} keys", keys, b,
+            problem.kv_lens[b]);
+    problem.left_padding.push_back(static_cast<std::int32_t>(keys));
+  }
+}
+
 /// Rounds the inputs to fp8, also for the oracle.
 void store_as(Problem& problem, DType dtype) {
   for (Source* source : {&problem.q, &problem.k, &problem.v})
@@ -95,6 +116,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
   Problem problem;
   o.q.empty() ? make_inputs(problem, o, world.seed) : take_files(problem, o);
   if (!o.sinks.empty()) take_sinks(problem, o);
+  take_hidden(problem, o);
   if (!o.alibi.empty()) problem.slopes = published_slopes(problem.q.heads);
   problem.keys = {.layout = o.layout, .block = o.block};
   if (o.shard_queries) problem.queries = problem.keys;

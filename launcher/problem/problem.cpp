@@ -127,7 +127,8 @@ double Problem::visible_pairs() const {
 Interval Problem::visible(int b, std::int64_t position) const {
   Mask rule = options.mask;
   if (!causal.empty()) rule.causal = causal[b] != 0;
-  return seen_keys(rule, position, kv_lens[b], documents);
+  return seen_keys(rule, position, kv_lens[b], of_sequence(documents, b, batch()),
+                   left_padding.empty() ? 0 : left_padding[b]);
 }
 
 std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
@@ -250,7 +251,12 @@ void Trial::take_features() {
   causal_ = on_device(device, p.causal);
   documents_ = on_device(device, p.documents);
   if (!p.causal.empty()) args_.causal = array<std::uint8_t>(causal_, device);
-  if (!p.documents.empty()) args_.documents = array<std::int64_t>(documents_, device);
+  left_padding_ = on_device(device, p.left_padding);
+  if (!p.documents.empty())
+    args_.documents = {static_cast<const std::int64_t*>(documents_.data()),
+                       {p.batch(), std::ssize(p.documents) / p.batch()},
+                       device};
+  if (!p.left_padding.empty()) args_.left_padding = array<std::int32_t>(left_padding_, device);
 }
 
 Tensor Trial::page_view(void* data, bool values) const {

@@ -43,8 +43,9 @@ struct Problem {
   std::vector<float> slopes;   // [heads] or [batch, heads] ALiBi, or none
   std::vector<float> qq_bias;  // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
-  std::vector<std::uint8_t> causal;     // of each sequence, in place of the mask's; or none
-  std::vector<std::int64_t> documents;  // the starts and the end in the one sequence; or none
+  std::vector<std::uint8_t> causal;        // of each sequence, in place of the mask's; or none
+  std::vector<std::int64_t> documents;     // [batch, count + 1] starts and end; or none
+  std::vector<std::int32_t> left_padding;  // of each sequence; or none
   std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads], where sources are fp8
   float out_scale = 0;                           // out = result / out_scale; 0: none
   CacheLayout cache;
@@ -120,7 +121,7 @@ class Trial {
   std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
   std::optional<Attention> layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
-      causal_, documents_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
+      causal_, documents_, left_padding_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;

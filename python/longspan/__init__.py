@@ -15,6 +15,7 @@ from ._communicators import alone, forget_warning as _forget_warning, from_envir
 from ._core import Communicator, Shard, Sharding, __version__
 from ._errors import (BackendError, InputError, InternalError, LongspanError, RankError,
                       UnsupportedError, UsageError)
+from ._padding import document_starts, padding
 from ._reshard import Reshard, Traffic, reshard
 from ._serving import (Segments, append_kv, context_attention, cross_rank_merge, merge_attn_states,
                        merge_state, merge_states, reduce_segments, segmented_attention)
@@ -64,7 +65,7 @@ _os.register_at_fork(after_in_child=_after_fork)
 __all__ = [
     "Attention", "BackendError", "Communicator", "InputError", "InternalError", "LongspanError",
     "Phases", "RankError", "Reshard", "Segments", "Shard", "Sharding", "Traffic", "UnsupportedError", "UsageError",
-    "alone", "append_kv", "attend", "context_attention", "cross_rank_merge", "environment", "features",
-    "from_environment", "from_exchange", "from_mpi4py", "info", "merge_attn_states", "merge_state", "merge_states",
-    "reduce_segments", "reshard", "segmented_attention", "shard", "strategies", "unshard", "__version__",
+    "alone", "append_kv", "attend", "context_attention", "cross_rank_merge", "document_starts", "environment",
+    "features", "from_environment", "from_exchange", "from_mpi4py", "info", "merge_attn_states", "merge_state",
+    "merge_states", "padding", "reduce_segments", "reshard", "segmented_attention", "shard", "strategies", "unshard", "__version__",
 ]

@@ -8,6 +8,7 @@ from . import _core
 from ._communicators import warn_of_others
 from ._core import Communicator, Sharding
 from ._errors import InputError
+from ._padding import used_keys
 from ._shards import contradiction, refuse
 
 TYPE_CHECKING = False  # as type checkers read it; importing typing would double the time of ours
@@ -101,6 +102,9 @@ def attend(
     v_descale: Numbers | None = None,
     out_scale: Numbers | None = None,
     documents: Numbers | None = None,
+    cache_leftpad: Numbers | None = None,
+    seqused_q: Numbers | None = None,
+    seqused_k: Numbers | None = None,
     qq_bias: Array | None = None,
     rotary_cos: Array | None = None,
     rotary_sin: Array | None = None,
@@ -162,8 +166,15 @@ def attend(
         q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x means
             x * descale.
         out_scale: [1] float32: out = result / out_scale.
-        documents: [count + 1] starts of documents packed in the one sequence: a query sees only its
-            own document.
+        documents: [count + 1] starts of documents packed in the one sequence, or [batch, count + 1]
+            in each, where fewer documents repeat the end: a query sees only its own document.
+            longspan.document_starts makes them of document numbers, one for each token.
+        cache_leftpad: [batch], the first keys of each sequence, which are padding that no query
+            sees. They count in cache_seqlens, and positions begin at the first of them.
+            longspan.padding makes it of a mask of tokens.
+        seqused_q: [batch], the rows of each sequence of q that are used, its first ones; the last of
+            them is the last token of the sequence. The result of the others is 0, their lse -inf.
+        seqused_k: as cache_seqlens.
         qq_bias: [width, width] added to the scores between the new tokens.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2], float32, float16 or bfloat16: RoPE. Each
             row of q is rotated by its position in the whole sequence, and k_new likewise before it is
@@ -228,6 +239,8 @@ def attend(
         whole_keys, whole_queries, message = contradiction(
             q, k, v, comm=comm, keys=keys, queries=queries, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
             block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries)
+    if seqused_k is not None:
+        cache_seqlens = used_keys(k, cache_seqlens, seqused_k, k_new)
     if k_new is not None:
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
     if rotary_dim is None:
@@ -237,7 +250,8 @@ def attend(
         cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
         key_table=key_table, query_table=query_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, sinks=sinks, alibi_slopes=alibi_slopes,
-        qq_bias=qq_bias, documents=documents, skip_decode=False, return_lse=return_lse, stream=stream,
+        qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad, seqused_q=seqused_q,
+        skip_decode=False, return_lse=return_lse, stream=stream,
         whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, comm=comm,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, max_seqlen_k=max_seqlen_k,
         max_seqlen_q=max_seqlen_q, invariant=invariant, strategy=strategy, ranks_per_node=ranks_per_node,
@@ -326,7 +340,8 @@ class Attention:
                  k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                  out_scale: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
-                 documents: Numbers | None = None, rotary_cos: Array | None = None,
+                 documents: Numbers | None = None, cache_leftpad: Numbers | None = None,
+                 seqused_q: Numbers | None = None, seqused_k: Numbers | None = None, rotary_cos: Array | None = None,
                  rotary_sin: Array | None = None, total_keys: int | None = None,
                  total_queries: int | None = None, key_table: Numbers | None = None,
                  query_table: Numbers | None = None, skip_decode: bool = False,
@@ -338,6 +353,8 @@ class Attention:
             q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
             block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries,
             **self._dealt_out)
+        if seqused_k is not None:
+            cache_seqlens = used_keys(k, cache_seqlens, seqused_k, k_new)
         if k_new is not None:
             cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         return _core.run_layer(
@@ -345,7 +362,8 @@ class Attention:
             cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
             key_table=key_table, query_table=query_table, k_new=k_new, v_new=v_new, q_descale=q_descale,
             k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, sinks=sinks, alibi_slopes=alibi_slopes,
-            qq_bias=qq_bias, documents=documents, skip_decode=skip_decode, return_lse=return_lse, stream=stream,
+            qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad, seqused_q=seqused_q,
+            skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin)
 

@@ -179,6 +179,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       sinks(given.get<"sinks">(), DType::fp32),
       qq_bias(given.get<"qq_bias">()),
       documents(given.get<"documents">(), DType::int64, stream),
+      cache_leftpad(given.get<"cache_leftpad">(), DType::int32, stream),
+      seqused_q(given.get<"seqused_q">(), DType::int32, stream),
       rotary_cos(given.get<"rotary_cos">()),
       rotary_sin(given.get<"rotary_sin">()),
       key_table(given.get<"key_table">(), DType::int64, stream),
@@ -223,7 +225,8 @@ void AttendCall::leave_out_sequences() {
   Tensor &keys = k.tensor(), &values = v.tensor();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
   values = {values.data, values.dtype, {0, heads, columns}, values.device};
-  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &k_new, &v_new})
+  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &k_new, &v_new,
+                       &documents, &cache_leftpad, &seqused_q})
     array->leave_out();
   total_keys = 0;
 }
@@ -254,6 +257,8 @@ void AttendCall::check_gpu(int gpu) const {
                                                       {&sinks, "sinks"},
                                                       {&qq_bias, "qq_bias"},
                                                       {&documents, "documents"},
+                                                      {&cache_leftpad, "cache_leftpad"},
+                                                      {&seqused_q, "seqused_q"},
                                                       {&rotary_cos, "rotary_cos"},
                                                       {&rotary_sin, "rotary_sin"},
                                                       {&key_table, "key_table"},
@@ -312,6 +317,8 @@ AttentionArgs AttendCall::args() const {
   a.qq_bias = qq_bias.tensor();
   a.causal = causal.tensor();
   a.documents = documents.tensor();
+  a.left_padding = cache_leftpad.tensor();
+  a.query_len = seqused_q.tensor();
   a.rope_cos = rotary_cos.tensor();
   a.rope_sin = rotary_sin.tensor();
   a.skip_decode = skip_decode;
@@ -340,7 +347,11 @@ AttentionArgs AttendCall::args_of(std::int64_t sequence) const {
   }
   for (const auto& [new_rows, to] : {std::pair{&k_new, &a.new_k}, std::pair{&v_new, &a.new_v}})
     if (new_rows->tensor().dims == 4) *to = sequence_of(new_rows->tensor(), sequence);
-  for (Tensor* of_batch : {&a.kv_len, &a.block_table, &a.causal})
+  if (a.documents.dims == 1 && batch() > 1)
+    throw InputError("documents is " + shape_text(a.documents) + "; the batch has " +
+                     std::to_string(batch()) + " sequences: [batch, count + 1] is wanted");
+  for (Tensor* of_batch :
+       {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.left_padding, &a.query_len})
     *of_batch = only(*of_batch, sequence);
   if (a.key_table.dims == 2) a.key_table = only(a.key_table, sequence);
   return a;

@@ -42,6 +42,33 @@ def same_tokens(group, kind, tokens, block, chunk=None, batch=1):
     return logits.view(torch.int32).sum().item(), int(cache.get_seq_length())
 
 
+def padded(tokens, side="left"):
+    """A batch of prompts of 1 to all of the tokens, and its mask."""
+    ids, place = models.prompt(tokens, 3), torch.arange(tokens, device=models.DEVICE)
+    least = torch.tensor([0, tokens // 3, tokens - 1], device=models.DEVICE)[:, None]
+    mask = (place >= least if side == "left" else place < tokens - least).long()
+    return ids * mask, mask  # 0 is the number of padding
+
+
+def same_tokens_of_padded(group, kind, tokens, block, chunk=None):
+    """A padded batch: prefilled in shards, or without prefill, the tokens of one process with the attention "eager"."""
+    ids, mask = padded(tokens)
+    wanted, right = generate(models.model(kind, "eager"), ids, attention_mask=mask)
+    model = models.model(kind)
+    cache = hf.ShardedCache(model, tokens + NEW + 3, group, block=block)
+    for prefilled in (False, True, True):
+        if prefilled:
+            hf.prefill(model, ids, cache, attention_mask=mask, chunk=chunk)
+        found, logits = generate(model, ids, attention_mask=mask, past_key_values=cache)
+        assert torch.equal(found, wanted), (found, wanted)
+        torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-4)
+        if not prefilled:
+            cache.reset()
+    one = ids[1:2, tokens // 3:].repeat(3, 1)  # other padding: nothing of the cache is used again
+    hf.prefill(model, one, cache)
+    assert torch.equal(generate(model, one, past_key_values=cache)[0], reference(kind, one)[0])
+
+
 def without_prefill(group, kind):
     """generate alone: every rank computes the prompt, and holds its share of it."""
     ids = models.prompt(30)
@@ -130,7 +157,7 @@ def prompts_differ(group):
 
 DIFFERENT = {  # what the ranks do differently before or in prefill: each one's error
     "input_ids": "input_ids differs between rank", "chunk": "chunk differs between rank", "crop": "tokens in the cache differs",
-    "padding": "padding", "max_cache_len": "max_cache_len", "block": "block differs"}
+    "padding": "the padding of attention_mask differs", "max_cache_len": "max_cache_len", "block": "block differs"}
 
 
 def prefill_differently(group, what):
@@ -142,7 +169,7 @@ def prefill_differently(group, what):
             cache.crop(-me * (what == "crop"))
             hf.prefill(model, ids if what == "crop" else models.prompt(20, seed=me * (what == "input_ids")), cache,
                        chunk=8 + 8 * me * (what == "chunk"),
-                       attention_mask=torch.ones_like(ids) - me * (what == "padding"))
+                       attention_mask=(torch.arange(20, device=ids.device) >= me * (what == "padding")).long().expand_as(ids))
         model(ids, past_key_values=cache)
     except longspan.LongspanError as error:
         return str(error)

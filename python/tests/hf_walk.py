@@ -9,6 +9,7 @@ failure.
 
 import copy
 import functools
+import inspect
 import warnings
 
 import torch
@@ -128,6 +129,22 @@ def prefilled(made, cache):
     return made(prompt()[:, -1:], past_key_values=cache, use_cache=True).logits
 
 
+def padded(made, side, cache=None):
+    """Logits of a batch whose second sequence is padded, with zeros for padding; over a cache in steps."""
+    place, least = torch.arange(TOKENS, device=DEVICE), torch.tensor([[0], [9]], device=DEVICE)
+    mask = (place >= least if side == "left" else place < TOKENS - least).long()
+    ids, options = prompt() * mask, {}
+    if "position_ids" in inspect.signature(made.forward).parameters:
+        options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits, at = [], 0
+    for step in (TOKENS,) if cache is None else (TOKENS - 6, 1, 5):
+        now = slice(at, at + step)
+        logits.append(made(ids[:, now], attention_mask=mask[:, :at + step], past_key_values=cache, use_cache=cache is not None,
+                           **{name: value[:, now] for name, value in options.items()}).logits)
+        at += step
+    return torch.cat(logits, 1) * mask[:, :, None]
+
+
 def outcome(call, right):
     try:
         found = call()
@@ -159,6 +176,17 @@ def tried(kind, group=None, **changed):
     cache = functools.partial(hf.ShardedCache, mine, 40, group, block=4)
     found["sharded"] = outcome(lambda: in_steps(mine, cache()), steps)
     found["prefill"] = outcome(lambda: prefilled(mine, cache()), right)
+    return found
+
+
+@torch.no_grad()
+def tried_padded(kind, group=None):
+    """{way: (outcome, why)} of padded batches."""
+    made = model(kind)
+    mine = ours(made)
+    found = {side: outcome(lambda side=side: padded(mine, side), padded(made, side)) for side in ("left", "right")}
+    cache = hf.ShardedCache(mine, 40, group, block=4)
+    found["sharded"] = outcome(lambda: padded(mine, "left", cache), padded(made, "left"))
     return found
 
 

@@ -12,9 +12,9 @@ def host(a):
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              alibi="query", sinks=None, documents=None):
-    """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The query
-    rows are the last positions of the sequence."""
+              alibi="query", sinks=None, documents=None, leftpad=0, used=None):
+    """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The
+    `used` first query rows, by default all, are the last positions of the sequence."""
     q, k, v = (host(a).astype(np.float64) for a in (q, k, v))
     (tokens, heads, _), (keys, kv_heads, value_dim) = q.shape, v.shape
     out = np.zeros((tokens, heads, value_dim))
@@ -39,9 +39,10 @@ def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents):
     tokens, heads, dim = q.shape
     keys, group = len(k), heads // k.shape[1]
     scale = dim ** -0.5 if scale is None else scale
-    i = np.arange(keys - tokens, keys)[:, None]
+    context = keys - (tokens if used is None else used)
+    i = np.arange(context, context + tokens)[:, None]
     j = np.arange(keys)[None, :]
-    seen = np.ones((tokens, keys), bool)
+    seen = (i < keys) & (j >= leftpad)
     if causal:
         seen &= j <= i
     if window[0] >= 0:
@@ -58,7 +59,7 @@ def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents):
         if softcap:
             score = softcap * np.tanh(score / softcap)
         if slopes is not None:
-            distance = {"query": np.abs(i - j), "context": keys - tokens - j,
+            distance = {"query": np.abs(i - j), "context": context - j,
                         "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
             score = score - slopes[h] * distance
         yield np.where(seen, score, -np.inf)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import longspan
-from oracle import assert_close, attention
+from oracle import assert_close, assert_lse_close, attention
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
@@ -235,6 +235,77 @@ def test_documents(rng):
     for documents in ([0, 7, 31, 50], np.array([0, 7, 31, 50])):
         out = longspan.attend(q, k, v, causal=True, documents=documents)
         assert_close(out, attention(q, k, v, causal=True, documents=[0, 7, 31, 50])[0])
+
+
+def test_documents_of_each_sequence(rng):
+    q, = numbers(rng, (1, 3, 50, 2, 16))
+    k, v = numbers(rng, (2, 3, 50, 2, 16))
+    ids = np.repeat([[0, 1, 2], [5, 9, 4], [7, 7, -1]], [10, 25, 15], axis=1)
+    documents = longspan.document_starts(ids)
+    assert documents.tolist() == [[0, 10, 35, 50], [0, 10, 35, 50], [0, 35, 35, 35]]
+    for given in (documents, documents.tolist()):
+        out, lse = longspan.attend(q, k, v, causal=True, documents=given, return_lse=True)
+        for b in range(3):
+            right = attention(q[b], k[b], v[b], causal=True, documents=documents[b])
+            assert_close(out[b], right[0])
+            assert_lse_close(lse[b], right[1])
+    assert (longspan.document_starts(ids[1]) == documents[1]).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("new", [1, 8, 64])
+@pytest.mark.parametrize("pages", [False, True])
+def test_padding(rng, causal, new, pages):
+    """flash-attention's cases of cache_leftpad: padding of 0 up to all but one of a cache's keys."""
+    lengths, pads, used = [64, 1, 33, 80], [5, 0, 32, 79], [new, new // 2, new, 0]
+    rows, caches, table = paged(rng, lengths)
+    if pages:
+        given = dict(block_table=table)
+    else:
+        caches, given = np.full((2, 4, 90, 2, 32), np.nan, np.float32), {}
+        for b, n in enumerate(lengths):
+            caches[0, b, :n], caches[1, b, :n] = rows[b]
+            caches[:, b, :pads[b]] = np.nan
+    q, = numbers(rng, (1, 4, new, 4, 32))
+    for window in (-1, -1), (20, 3):
+        options = dict(causal=causal, window_size=window)
+        out, lse = longspan.attend(q, *caches, cache_seqlens=lengths, cache_leftpad=pads, seqused_q=used,
+                                   return_lse=True, **options, **given)
+        again = longspan.attend(q, *caches, seqused_k=np.array(lengths), cache_leftpad=pads, seqused_q=used, **options, **given)
+        assert (out == again).all()
+        for b in range(4):
+            right = attention(q[b], *rows[b], causal=causal, window=window, leftpad=pads[b], used=used[b])
+            assert_close(out[b], right[0])
+            assert_lse_close(lse[b], right[1])
+            assert (out[b, used[b]:] == 0).all() and (lse[b, used[b]:] == -np.inf).all()
+
+
+def test_new_keys_of_a_padded_cache(rng):
+    pads, before = [3, 0], [20, 9]
+    q, k, v = numbers(rng, (3, 2, 4, 2, 16))
+    caches = numbers(rng, (2, 2, 30, 2, 16))
+    full = caches.copy()
+    out = longspan.attend(q, *caches, causal=True, cache_seqlens=before, cache_leftpad=pads, k_new=k, v_new=v)
+    for b, n in enumerate(before):
+        full[0, b, n:n + 4], full[1, b, n:n + 4] = k[b], v[b]
+        assert_close(out[b], attention(q[b], full[0, b, :n + 4], full[1, b, :n + 4], causal=True, leftpad=pads[b])[0])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_a_mask_of_padding(rng, side):
+    q, k, v = numbers(rng, (3, 3, 40, 2, 16))
+    mask = np.ones((3, 40), np.int64)
+    first, end = [0, 11, 40], [40, 40, 40]
+    if side != "left":
+        first, end = [0, 0, 0] if side == "right" else [2, 11, 40], [40, 23, 40 if side == "both" else 0]
+    for b in range(3):
+        mask[b, :first[b]] = mask[b, end[b]:] = 0
+    for given in (mask, mask.astype(bool), mask.tolist()):
+        options = longspan.padding(given)
+        assert list(options) == ["cache_leftpad" if side == "left" else "documents"]
+        out = longspan.attend(q, k, v, causal=True, **options)
+        for b in range(3):
+            assert_close(out[b], attention(q[b], k[b], v[b], causal=True, documents=[first[b], end[b]])[0])
 
 
 @pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])

@@ -103,6 +103,28 @@ CASES = {
     "sinks": (lambda: attend(sinks=[1.0]), INPUT, "sinks is"),
     "slopes": (lambda: attend(alibi_slopes=[1.0] * 5), INPUT, "alibi_slopes is"),
     "documents descend": (lambda: attend(documents=[0, 9, 3]), INPUT, "documents descend"),
+    "documents of one sequence": (lambda: attend(q=Q[None].repeat(2, 0), k=K[None].repeat(2, 0), v=V[None].repeat(2, 0),
+                                                 documents=[0, 9]), INPUT, r"\[2, count \+ 1\] is wanted"),
+    "document_ids come back": (lambda: longspan.document_starts([[0, 0], [3, 3]][0] + [1, 0]), INPUT,
+                               "document_ids: number 0 comes back at token 3"),
+    "document_ids of a sequence": (lambda: longspan.document_starts([[1, 1, 2], [2, 1, 2]]), INPUT,
+                                   "document_ids of sequence 1: number 2 comes back at token 2"),
+    "document_ids with holes": (lambda: longspan.document_starts([1, -1, 2]), INPUT, "token 1 has the number -1"),
+    "document_ids of floats": (lambda: longspan.document_starts([1.5]), INPUT, "document_ids is of float64"),
+    "document_ids ragged": (lambda: longspan.document_starts([[1], [2, 3]]), INPUT, "document_ids is not an array"),
+    "document_ids of 3 dimensions": (lambda: longspan.document_starts([[[1]]]), INPUT, r"document_ids is \[1, 1, 1\]"),
+    "attention_mask with holes": (lambda: longspan.padding([[1, 1, 1], [1, 0, 1]]), INPUT, r"attention_mask\[1\]\[1\] is 0"),
+    "attention_mask of numbers": (lambda: longspan.padding([[1, 2]]), INPUT, "other numbers than 0 and 1"),
+    "attention_mask of one dimension": (lambda: longspan.padding([1, 1]), INPUT, r"attention_mask is \[2\]"),
+    "cache_leftpad too much": (lambda: attend(cache_leftpad=[21]), INPUT, r"cache_leftpad\[0\] is 21; the sequence has 20 keys"),
+    "cache_leftpad negative": (lambda: attend(cache_leftpad=[-1]), INPUT, r"cache_leftpad\[0\] is -1"),
+    "cache_leftpad of others": (lambda: attend(cache_leftpad=[1, 2]), INPUT, r"cache_leftpad is \[2\]"),
+    "seqused_q too many": (lambda: attend(seqused_q=[7]), INPUT, r"seqused_q\[0\] is 7; the sequence has 6 query rows"),
+    "seqused_q and new keys": (lambda: attend(k=K.copy(), v=V.copy(), k_new=K[:6], v_new=V[:6], cache_seqlens=[10],
+                                              seqused_q=[3]), UNSUPPORTED, "seqused_q with k_new"),
+    "seqused_k twice": (lambda: attend(seqused_k=[9], cache_seqlens=[9]), INPUT, "cache_seqlens and seqused_k"),
+    "seqused_k and new keys": (lambda: attend(seqused_k=[9], k_new=K[:6], v_new=V[:6]), INPUT, "seqused_k is given with k_new"),
+    "seqused_k packed": (lambda: attend(seqused_k=[9, 8], cu_seqlens_q=[0, 3, 6]), UNSUPPORTED, "seqused_k with k of 3"),
     "scale of no fp8": (lambda: attend(k=K.astype(ml_dtypes.float8_e4m3fn), v=V.astype(ml_dtypes.float8_e4m3fn)),
                         INPUT, "k_descale"),
     "block_table and no lengths": (lambda: attend(k=K[None], v=V[None], block_table=np.zeros((1, 1), np.int32)),
@@ -471,7 +493,7 @@ def test_the_extension_module_takes_names(monkeypatch, function):
                     st.lists(st.integers(-9, 99), max_size=4), st.just(Q), st.just(np.arange(9)))
     for name in ("causal softmax_scale window_size softcap alibi_slopes sinks cu_seqlens_q "
                  "cache_seqlens block_table k_new v_new q_descale k_descale v_descale out_scale "
-                 "documents qq_bias keys queries total_keys total_queries key_table query_table "
+                 "documents cache_leftpad seqused_q seqused_k qq_bias keys queries total_keys total_queries key_table query_table "
                  "max_seqlen_q max_seqlen_k invariant exchange strategy return_lse out lse stream").split()}))
 @hypothesis.settings(max_examples=400)
 def test_any_nonsense_is_an_exception(options):

@@ -97,6 +97,43 @@ def test_a_rank_that_dies_in_generate(compileable):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_padded_batches(torch_ranks, kind):
+    torch_ranks.values(1, jobs.same_tokens_of_padded, kind, 30, 128)
+    torch_ranks.values(2, jobs.same_tokens_of_padded, kind, 47, 4)
+    torch_ranks.values(3, jobs.same_tokens_of_padded, kind, 65, 4, 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padding_in_one_process(kind, side):
+    """Logits of tokens besides the padding; and on the left those of generate over transformers' own cache."""
+    model, other = models.model(kind), models.model(kind, "eager")
+    ids, mask = jobs.padded(40, side)
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    found, right = (m(ids, attention_mask=mask, position_ids=places).logits[mask == 1] for m in (model, other))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    if side == "left":
+        found, right = (jobs.generate(m, ids, attention_mask=mask) for m in (model, other))
+        assert torch.equal(found[0], right[0])
+        torch.testing.assert_close(found[1], right[1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_padded_encoder():
+    torch.manual_seed(2)
+    config = transformers.BertConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                     intermediate_size=48, attn_implementation="eager")
+    model = transformers.BertModel(config).eval().to(DEVICE)
+    for side in ("left", "right"):
+        ids, mask = jobs.padded(23, side)
+        model.set_attn_implementation("eager")
+        right = model(ids, attention_mask=mask).last_hidden_state[mask == 1]
+        model.set_attn_implementation("longspan")
+        torch.testing.assert_close(model(ids, attention_mask=mask).last_hidden_state[mask == 1], right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_one_process_and_any_cache(kind):
     """The attention alone: without a cache, and over transformers' own."""
@@ -120,6 +157,14 @@ RIGHT, REFUSED, PARTS = ["right"] * 4, ["refused"] * 4, ["right"] * 2 + ["refuse
 def test_models_are_right_or_refused(kind, wanted):
     found = walk.tried(kind)
     assert [what for what, why in found.values()] == wanted, found
+
+
+@pytest.mark.parametrize("kind", ["gpt2"] + [pytest.param(kind, marks=pytest.mark.long) for kind in (
+    "llama", "mistral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen2_moe", "mixtral", "phi", "phi3", "gpt_neox",
+    "opt", "olmo2", "cohere", "granite", "stablelm", "starcoder2", "glm", "gpt_oss", "smollm3")])
+def test_padded_batches_of_families(kind):
+    found = walk.tried_padded(kind)
+    assert [what for what, why in found.values()] == ["right"] * 3, found
 
 
 @torch.no_grad()
@@ -228,7 +273,8 @@ def test_a_model_that_is_not_causal(of_cache):
 
 MODEL = models.model("llama")
 IDS = models.prompt(9, 2)
-PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+RIGHT_PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([IDS.shape[1] - 1], device=IDS.device), 0)
+HOLED = torch.ones_like(IDS).index_fill(1, torch.tensor([1]), 0)
 
 
 def cached(tokens=20, **options):
@@ -265,10 +311,12 @@ def generate(**options):
 
 
 @pytest.mark.parametrize("call, error, says", [
-    (lambda: MODEL(IDS, attention_mask=PADDED), NotImplementedError, "padding"),
-    (lambda: generate(attention_mask=PADDED), NotImplementedError, "padding"),
-    (lambda: generate(attention_mask=PADDED, past_key_values=cached()), NotImplementedError, "padding"),
-    (lambda: hf.prefill(MODEL, IDS, cached(), attention_mask=PADDED), NotImplementedError, "padding"),
+    (lambda: MODEL(IDS, attention_mask=HOLED), NotImplementedError, "zeros between ones"),
+    (lambda: generate(attention_mask=HOLED, past_key_values=cached()), NotImplementedError, "zeros between ones"),
+    (lambda: hf.prefill(MODEL, IDS, cached(), attention_mask=HOLED), NotImplementedError, "zeros between ones"),
+    (lambda: hf.prefill(MODEL, IDS, cached(), attention_mask=RIGHT_PADDED), NotImplementedError, "padding on the right"),
+    (lambda: generate(attention_mask=RIGHT_PADDED), NotImplementedError, "zeros between ones"),
+    (lambda: hf.prefill(MODEL, IDS, cached(), attention_mask=HOLED[:, 1:]), longspan.InputError, "the same shape"),
     (lambda: MODEL(IDS, attention_mask=torch.zeros(2, 1, 9, 9)), NotImplementedError, "attention_mask"),
     (lambda: generate(num_beams=2, past_key_values=cached()), NotImplementedError, "num_beams"),
     (lambda: generate(num_return_sequences=2, num_beams=2, past_key_values=prefilled()), NotImplementedError,

@@ -75,6 +75,7 @@ def test_documents(torch_ranks, ranks):
     for layout in ("zigzag", "contiguous", "striped"):
         for strategy in ("gather-kv", "gather-states"):
             torch_ranks.values(ranks, jobs.documents, layout, strategy)
+            torch_ranks.values(ranks, jobs.padded_documents, layout, strategy)
 
 
 @pytest.mark.parametrize("tokens", [63, 256, 5])

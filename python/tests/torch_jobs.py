@@ -270,6 +270,20 @@ def documents(group, layout, strategy):
     close(layer.unshard(again), right)
 
 
+def padded_documents(group, layout, strategy):
+    """A batch: documents of each sequence, and padding on the left."""
+    q, k, v = inputs(3, 2, 4, 2, 100, 100, 16)
+    starts = longspan.document_starts(torch.arange(100, device="cpu") // torch.tensor([[40], [17]], device="cpu"))
+    pads = torch.tensor([9, 50], device="cpu")
+    right = np.concatenate([wanted(q[b:b + 1], k[b:b + 1], v[b:b + 1], causal=True, documents=starts[b].numpy(),
+                                   leftpad=int(pads[b]))[0] for b in range(2)])
+    layer = lt.ContextParallelAttention(group, layout=layout, causal=True, strategy=strategy)
+    own = [layer.shard(t) for t in (q, k, v)]
+    for more in dict(), dict(total_keys=100, total_queries=100):
+        out = layer(*own, documents=starts.to(q.device), cache_leftpad=pads.int().to(q.device), **more)
+        close(layer.unshard(out), right)
+
+
 def contiguous_by_chunk(group, tokens):
     """Parts in rank order by torch.chunk's cut, which differs from all of longspan's."""
     q, k, v = inputs(2, 2, 2, 2, tokens, tokens, 16)

@@ -118,7 +118,7 @@ void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, boo
     }
   });
   if (args.qq_bias) number("qq_bias.width", args.qq_bias.shape[0]);
-  if (args.documents) number("documents.count", args.documents.shape[0] - 1);
+  if (args.documents) number("documents.count", args.documents.shape[args.documents.dims - 1] - 1);
 }
 
 RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool reads_arrays)

@@ -196,12 +196,22 @@ QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device) {
   return {Floats(t.data, t.dtype), width, row_stride};
 }
 
-Documents documents_of(const Tensor& t, Device device) {
+Documents documents_of(const Tensor& t, int batch, Device device) {
   if (!is_given(t)) return {};
-  const std::int64_t* start = array_of<std::int64_t>(t, "documents", -1, device);
-  require(t.shape[0] >= 1, "documents is {}; it has the start of each, and the end of the last",
+  check_tensor(t, "documents", DType::int64, device);
+  require(t.dims == 1 || t.dims == 2,
+          "documents is {}; [count + 1] is wanted, or [batch, count + 1]", shape_text(t));
+  const bool rows = t.dims == 2;
+  require(rows ? t.shape[0] == batch : batch == 1,
+          "documents is {}; the batch has {} sequences: [{}, count + 1] is wanted, where sequences "
+          "with fewer documents repeat their end",
+          shape_text(t), batch, batch);
+  const std::int64_t count = t.shape[t.dims - 1], stride = rows ? t.stride[0] : 0;
+  require(count >= 1, "documents is {}; it has the start of each, and the end of the last",
           shape_text(t));
-  return {start, t.shape[0] - 1};
+  require(t.stride[t.dims - 1] == 1 || count == 1,
+          "documents has stride {} in its last dimension; it must be 1", t.stride[t.dims - 1]);
+  return {static_cast<const std::int64_t*>(t.data), count - 1, stride};
 }
 
 RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank, int ranks,
@@ -223,7 +233,9 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
       "query_table is given, and neither the layer's queries nor its results are sharded by rows "
       "(Options::queries, Options::results)");
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
-  a.documents = documents_of(args.documents, device);
+  a.documents = documents_of(args.documents, a.batch, device);
+  a.left_padding = array_of<std::int32_t>(args.left_padding, "left_padding", a.batch, device);
+  a.used_rows = array_of<std::int32_t>(args.query_len, "query_len", a.batch, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);
   a.slopes = slopes_of(args.slopes, a.batch, options.heads, device);
   a.qq_bias = qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : count_rows(args.q),

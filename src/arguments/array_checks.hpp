@@ -46,6 +46,6 @@ QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
 /// Checks the tables of a rotation, which are both given or neither.
 Rope rope_of(const RopeOptions& options, const Tensor& cos, const Tensor& sin, Device device);
 /// Checks an array [count + 1] of int64.
-Documents documents_of(const Tensor& t, Device device);
+Documents documents_of(const Tensor& t, int batch, Device device);
 
 }  // namespace longspan

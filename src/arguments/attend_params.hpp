@@ -28,6 +28,8 @@ inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArray
   p.k_scale = arrays.k_scale;
   p.v_scale = arrays.v_scale;
   p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr, arrays.causal};
+  p.batch.left_padding = arrays.left_padding;
+  p.batch.used_rows = arrays.used_rows;
   p.documents = arrays.documents;
   p.bias.slopes = arrays.slopes;
   p.bias.qq = arrays.qq_bias;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/faults.hpp"
 #include "src/arguments/faults.hpp"
 #include "src/arguments/validate.hpp"
 
@@ -29,12 +30,27 @@ void check_table(const Shard& shard, int b, std::int64_t kv_len) {
               kv_len);
 }
 
-/// Checks the documents, on the host only.
-void check_documents(const Documents& documents) {
-  for (std::int64_t d = 0; d < documents.count; ++d)
-    require(documents.start[d] <= documents.start[d + 1],
-            "documents descend at document {}: {} to {}", d, documents.start[d],
-            documents.start[d + 1]);
+/// Checks the documents of each sequence, on the host only.
+void check_documents(const Documents& documents, int batch) {
+  for (int b = 0; b < batch; ++b) {
+    const Documents own = documents.for_sequence(b);
+    const std::string where = batch > 1 ? fmt::format(" of sequence {}", b) : "";
+    for (std::int64_t d = 0; d < own.count; ++d)
+      require(own.start[d] <= own.start[d + 1], "documents descend at document {}{}: {} to {}", d,
+              where, own.start[d], own.start[d + 1]);
+  }
+}
+
+/// Checks the padding and the used rows of each sequence, on the host only. The batch has `rows`.
+void check_used(const RunArrays& arrays, const kernels::Batch& batch, std::int64_t rows) {
+  kernels::Batch used = batch;
+  used.left_padding = arrays.left_padding;
+  used.used_rows = arrays.used_rows;
+  for (int b = 0; b < used.size; ++b)
+    kernels::check_used(used, b, batch.query_len(b, rows), batch.keys(b, arrays.keys),
+                        [](kernels::Fault fault, int where, std::int64_t most, std::int64_t found) {
+                          throw_fault({fault, where, most, found});
+                        });
 }
 
 CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int batch,
@@ -117,9 +133,11 @@ void check_factors(const RunArrays& a, const Options& options, bool grows) {
 }
 
 /// Checks the features of a run other than its tensors.
-void check_features(const AttentionArgs& args, const RunArrays& arrays, const Options& options) {
-  require(!args.documents || arrays.batch == 1,
-          "documents are packed in one sequence; the batch has {}", arrays.batch);
+void check_features(const AttentionArgs& args, const Options& options) {
+  if (args.query_len && (args.new_k || args.new_v))
+    throw Unsupported(
+        "query_len with new_k is not supported: the keys of rows that are not used would have no "
+        "place; append the keys first");
   if (args.skip_decode && (options.queries || options.results.part == ResultPart::rows))
     throw Unsupported(
         fmt::format("skip_decode with {} is not supported: a rank cannot leave out rows whose "
@@ -351,7 +369,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
   check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
   check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
-  check_features(args, arrays, options);
+  check_features(args, options);
   const std::int64_t rows =
       options.queries ? check_query_shard(args, arrays, options, world) : own_rows;
   if (options.results.part == ResultPart::rows) check_result_rows(args, arrays, options, device);
@@ -374,7 +392,8 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
     if (grows) check_growth(batch, rows, arrays.keys);
     check_rope_positions(batch, rows, arrays.keys, arrays.rope);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
-    check_documents(arrays.documents);
+    check_documents(arrays.documents, arrays.batch);
+    check_used(arrays, batch, rows);
     check_factors(arrays, options, grows);
   } else if (arrays.kv_len == nullptr) {
     if (arrays.query_start == nullptr) check_rope_positions({}, rows, arrays.keys, arrays.rope);

@@ -60,6 +60,12 @@ std::string text_of(const kernels::FaultReport& r) {
           "rope_cos and rope_sin have {} positions and the rows of sequence {} need {}: give "
           "longer tables, or leave them out and let rope.base make the angles",
           r.column, r.where, r.value);
+    case Fault::padding:
+      return fmt::format("left_padding[{}] is {}; the sequence has {} keys, so it is 0 to {}",
+                         r.where, r.value, r.column, r.column);
+    case Fault::used_rows:
+      return fmt::format("query_len[{}] is {}; the sequence has {} query rows, so it is 0 to {}",
+                         r.where, r.value, r.column, r.column);
     default:
       return fmt::format("fault {} at {}, {}, {}", static_cast<int>(r.fault), r.where, r.column,
                          r.value);

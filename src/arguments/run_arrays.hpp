@@ -22,7 +22,9 @@ struct RunArrays {
   Shard queries;  // its share of the rows, with Options::queries or results by rows; otherwise all
                   // of them
   Documents documents;
-  Floats sinks;  // [heads]
+  const std::int32_t* left_padding = nullptr;  // [batch]
+  const std::int32_t* used_rows = nullptr;     // [batch]
+  Floats sinks;                                // [heads]
   Slopes slopes;
   QqBias qq_bias;
   ScaleView q_scale, k_scale, v_scale;

@@ -97,12 +97,18 @@ struct AttentionArgs {
   Tensor rope_cos = {};  ///< [positions, rope.dim / 2]
   Tensor rope_sin = {};  ///< the sines, like rope_cos
 
-  Tensor sinks = {};         ///< [heads] learned sinks, of any float type; optional
-  Tensor slopes = {};        ///< [heads] or [batch, heads] ALiBi, of any float type; optional
-  Tensor qq_bias = {};       ///< [width, width] between the new tokens (score.hpp); optional
-  Tensor causal = {};        ///< [batch] uint8 in place of Options::mask.causal; optional
-  Tensor documents = {};     ///< [count + 1] int64: document d, packed in the one sequence, has the
-                             ///< positions [documents[d], documents[d + 1]); optional
+  Tensor sinks = {};      ///< [heads] learned sinks, of any float type; optional
+  Tensor slopes = {};     ///< [heads] or [batch, heads] ALiBi, of any float type; optional
+  Tensor qq_bias = {};    ///< [width, width] between the new tokens (score.hpp); optional
+  Tensor causal = {};     ///< [batch] uint8 in place of Options::mask.causal; optional
+  Tensor documents = {};  ///< [count + 1] or [batch, count + 1] int64: document d, packed in a
+                          ///< sequence, has the positions [documents[d], documents[d + 1]) of it.
+                          ///< A sequence with fewer documents repeats its end; optional
+  Tensor left_padding = {};  ///< [batch] int32: the first keys of each sequence are padding that
+                             ///< nobody sees. They count in kv_len and in positions; optional
+  Tensor query_len = {};     ///< [batch] int32: the rows of each sequence of q that are used, its
+                             ///< first ones; the last of them has position kv_len - 1. The others
+                             ///< see nothing. Optional
   bool skip_decode = false;  ///< leaves out sequences of one query; their rows of out and lse stay
                              ///< untouched
 };

@@ -49,15 +49,21 @@ struct Mask {
   bool operator==(const Mask&) const = default;
 };
 
-/// Documents packed in one sequence: a query sees keys of its own document only. Document d has the
+/// Documents packed in a sequence: a query sees keys of its own document only. Document d has the
 /// positions [start[d], start[d + 1]). Positions outside of all documents see nothing and are not
 /// seen.
 struct Documents {
   const std::int64_t* start = nullptr;  ///< [count + 1], ascending; null: one document
-  std::int64_t count = 0;               ///< number of documents
+  std::int64_t count = 0;               ///< number of documents; some may be empty
+  std::int64_t stride = 0;              ///< from the starts of a sequence to those of the next
 
   /// Whether a table was given.
   LONGSPAN_HD explicit operator bool() const { return start != nullptr; }
+
+  /// Those of sequence b of a batch.
+  LONGSPAN_HD Documents for_sequence(int b) const {
+    return {start == nullptr ? nullptr : start + b * stride, count, stride};
+  }
 
   /// The document of a position; an empty interval if it is in none.
   LONGSPAN_HD Interval around(std::int64_t position) const {

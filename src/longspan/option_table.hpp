@@ -184,6 +184,8 @@ constexpr void visit_arguments(Args& a, const Visit& visit) {
   is("slopes", "alibi_slopes", contents, a.slopes);
   is("qq_bias", "qq_bias", contents, a.qq_bias);
   is("documents", "documents", contents, a.documents);
+  is("left_padding", "cache_leftpad", contents, a.left_padding);
+  is("query_len", "seqused_q", contents, a.query_len);
   is("skip_decode", "skip_decode", number, a.skip_decode);
 }
 

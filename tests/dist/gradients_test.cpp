@@ -99,7 +99,9 @@ class RankProblem {
     }
     if (!s.causal.empty()) a.causal = Tensor(whole_.problem.shape.causal.data(), {p.batch()});
     if (!s.documents.empty())
-      a.documents = Tensor(whole_.problem.shape.documents.data(), {std::ssize(s.documents)});
+      a.documents = Tensor(s.documents.data(), {p.batch(), p.starts_of_one()});
+    if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {p.batch()});
+    if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {p.batch()});
     return a;
   }
 
@@ -222,10 +224,17 @@ HostShape random_shape(std::mt19937& random) {
   if (one_in(3)) s.softcap = 2;
   if (one_in(3)) s.alibi = static_cast<Alibi>(random() % 3);
   if (one_in(4)) s.qq = true;
-  if (one && one_in(2)) {
-    const std::int64_t n = s.kv_len[0];
-    s.documents = {n / 10, n / 3, n / 3, n - n / 8};
-  }
+  if (one_in(one ? 2 : 3))
+    for (const std::int64_t n : s.kv_len) {
+      const std::int64_t starts[] = {n / 10, n / 3, n / 3, n - n / 8};
+      s.documents.insert(s.documents.end(), std::begin(starts), std::end(starts));
+    }
+  if (one_in(3))
+    for (const std::int32_t n : s.kv_len)
+      s.left_padding.push_back(static_cast<std::int32_t>(random() % (n / 2 + 1)));
+  if (one_in(3))
+    for (const std::int32_t n : s.query_len)
+      s.used_rows.push_back(static_cast<std::int32_t>(one_in(2) ? random() % (n + 1) : n));
   if (!one && one_in(2)) s.causal = {1, 0, 1};
   return s;
 }

@@ -55,9 +55,10 @@ struct StrategyCase {
       << " window " << shape.mask.window << "," << shape.mask.right << " softcap " << shape.softcap
       << (shape.alibi ? " alibi" : "") << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
       << (shape.documents.empty() ? "" : " documents") << (shape.causal.empty() ? "" : " flags")
-      << (grows ? " grows" : "") << " rope " << shape.rope.dim
-      << (shape.rope.interleaved ? "i" : "") << (shape.rope_table ? " by tables" : "")
-      << " nodes of " << ranks_per_node << " q";
+      << (shape.left_padding.empty() ? "" : " padding")
+      << (shape.used_rows.empty() ? "" : " used rows") << (grows ? " grows" : "") << " rope "
+      << shape.rope.dim << (shape.rope.interleaved ? "i" : "")
+      << (shape.rope_table ? " by tables" : "") << " nodes of " << ranks_per_node << " q";
     for (auto n : shape.query_len) s << " " << n;
     s << " kv";
     for (auto n : shape.kv_len) s << " " << n;
@@ -133,12 +134,22 @@ class Draw {
     c.sinks = one_in(3);
     if (batch > 1 && one_in(3))
       for (int b = 0; b < batch; ++b) s.causal.push_back(static_cast<std::uint8_t>(below(2)));
-    if (packed && batch == 1 && s.kv_len[0] > 3 && one_in(2)) {
-      std::vector<std::int64_t> cuts{below(3), s.kv_len[0] - below(2)};
-      for (int i = 0; i < 4; ++i) cuts.push_back(2 + below(s.kv_len[0] - 2));
-      std::sort(cuts.begin(), cuts.end());
-      s.documents = cuts;
-    }
+    if (one_in(packed ? 2 : 4))
+      for (const std::int64_t length : s.kv_len) {
+        std::vector<std::int64_t> cuts{std::min(length, below(3)),
+                                       std::max<std::int64_t>(0, length - below(2))};
+        for (int i = 0; i < 4; ++i) cuts.push_back(below(length + 1));
+        std::sort(cuts.begin(), cuts.end());
+        if (one_in(3)) cuts[4] = cuts[5];  // fewer documents
+        s.documents.insert(s.documents.end(), cuts.begin(), cuts.end());
+      }
+    if (one_in(4))
+      for (const std::int64_t length : s.kv_len)
+        s.left_padding.push_back(
+            static_cast<std::int32_t>(below(one_in(3) ? length + 1 : length / 2 + 1)));
+    if (one_in(4))
+      for (const std::int64_t length : s.query_len)
+        s.used_rows.push_back(static_cast<std::int32_t>(one_in(3) ? below(length + 1) : length));
     c.form =
         any({Form::dense, Form::dense, Form::gaps, Form::capacity, Form::rows, Form::x_packed});
     if (c.form == Form::rows) s.store = Store::rows;
@@ -155,9 +166,10 @@ class Draw {
       c.form = Form::gaps;
       s.page = 0;
     }
-    const bool all_new_rows_are_seen =
-        s.causal.empty() && s.documents.empty() && s.mask.causal;  // in pages; others have memory
-    bool fits = !s.kv_dtype && c.keys.rule.layout != Layout::listed;
+    const bool all_new_rows_are_seen = s.causal.empty() && s.documents.empty() &&
+                                       s.left_padding.empty() &&
+                                       s.mask.causal;  // in pages; others have memory
+    bool fits = !s.kv_dtype && s.used_rows.empty() && c.keys.rule.layout != Layout::listed;
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
     c.ranks_per_node = draw_ranks_per_node();
@@ -206,11 +218,28 @@ class RunArraysOn {
  public:
   RunArraysOn(AttentionArgs& args, Device device) : device_(device) {
     if (device == Device::host) return;
-    for (Tensor* tensor :
-         {&args.q,           &args.k,         &args.v,           &args.query_start, &args.kv_len,
-          &args.block_table, &args.key_table, &args.query_table, &args.new_k,       &args.new_v,
-          &args.q_scale,     &args.k_scale,   &args.v_scale,     &args.sinks,       &args.slopes,
-          &args.qq_bias,     &args.causal,    &args.documents,   &args.rope_cos,    &args.rope_sin})
+    for (Tensor* tensor : {&args.q,
+                           &args.k,
+                           &args.v,
+                           &args.query_start,
+                           &args.kv_len,
+                           &args.block_table,
+                           &args.key_table,
+                           &args.query_table,
+                           &args.new_k,
+                           &args.new_v,
+                           &args.q_scale,
+                           &args.k_scale,
+                           &args.v_scale,
+                           &args.sinks,
+                           &args.slopes,
+                           &args.qq_bias,
+                           &args.causal,
+                           &args.documents,
+                           &args.left_padding,
+                           &args.query_len,
+                           &args.rope_cos,
+                           &args.rope_sin})
       copy(*tensor);
     out_ = copy(args.out);
     lse_ = copy(args.lse.tensor);
@@ -503,7 +532,10 @@ class CaseRun {
           strided(problem_.qq.data(), problem_.qq.dtype, {problem_.qq_width(), problem_.qq_width()},
                   {problem_.qq_width() + HostProblem::kGap, 1});
     if (!s.causal.empty()) a.causal = Tensor(s.causal.data(), {batch});
-    if (!s.documents.empty()) a.documents = Tensor(s.documents.data(), {std::ssize(s.documents)});
+    if (!s.documents.empty())
+      a.documents = Tensor(s.documents.data(), {batch, problem_.starts_of_one()});
+    if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {batch});
+    if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {batch});
     if (problem_.tables) {
       a.rope_cos = problem_.tables->view(problem_.tables->cos);
       a.rope_sin = problem_.tables->view(problem_.tables->sin);

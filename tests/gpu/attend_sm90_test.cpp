@@ -115,6 +115,21 @@ TEST(AttendSm90, Shards) {
         }
 }
 
+TEST(AttendSm90, WhatEachSequenceHides) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int ranks : {1, 2})
+    for (const int what : {0, 1, 2})
+      for (const bool causal : {false, true}) {
+        tests::Serving s{.dtype = DType::bf16,
+                         .q_lens = {150, 40, 300, 70},
+                         .kv_lens = {700, 130, 300, 513},
+                         .page = 0};
+        s.mask = {.causal = causal, .window = what == 1 ? 200 : 0};
+        if (what == 2) s.alibi = Alibi::query;
+        tests::check_dealt(tests::hidden_in_a_batch(s, what), {.ranks = ranks, .on_hopper = true});
+      }
+}
+
 TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int ranks : {1, 2})

@@ -240,6 +240,18 @@ TEST(DecodeFeatures, DocumentsInOneSequence) {
       }
 }
 
+TEST(DecodeFeatures, WhatEachSequenceHides) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2})
+      for (const int what : {0, 1, 2}) {
+        Serving s{.dtype = dtype, .q_lens = {1, 12, 3, 16}, .kv_lens = {500, 130, 1000, 300}};
+        check(hidden_in_a_batch(s, what), {Layout::contiguous, ranks});
+        s.mask.window = 300;
+        check(hidden_in_a_batch(s, what), {Layout::interleaved, ranks});
+      }
+}
+
 /// Rows of sequences of one query keep their contents.
 TEST(DecodeFeatures, DecodeRowsSkipped) {
   LONGSPAN_NEEDS_GPU();

@@ -165,6 +165,19 @@ TEST(Features, Documents) {
           }
 }
 
+TEST(Features, WhatEachSequenceHides) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2})
+      for (const int what : {0, 1, 2})
+        for (const bool causal : {false, true}) {
+          Serving s{.dtype = dtype, .q_lens = {150, 40, 300, 70}, .kv_lens = {700, 130, 300, 513}};
+          s.mask = {.causal = causal, .window = what == 1 ? 200 : 0};
+          s.page = ranks == 1 ? 0 : 16;
+          check_dealt(hidden_in_a_batch(s, what), {.ranks = ranks, .invariant = what == 2});
+        }
+}
+
 /// A state for each part of the keys; parts past the end are empty states.
 TEST(Features, PartsOfTheKeys) {
   LONGSPAN_NEEDS_GPU();

@@ -22,6 +22,19 @@ struct QueryCut {
   std::int64_t block = kSegment;
 };
 
+/// Documents, padding and used rows of each sequence of a batch.
+inline Serving hidden_in_a_batch(Serving s, int what) {
+  for (int b = 0; b < s.batch(); ++b) {
+    const std::int64_t keys = s.kv_lens[b];
+    if (what % 2 == 0)
+      for (const std::int64_t start : {std::int64_t{b}, keys / 3, keys - keys / 5 * (b % 2), keys})
+        s.documents.push_back(start);
+    if (what > 0) s.left_padding.push_back(static_cast<std::int32_t>(b == 1 ? keys : keys * b / 4));
+    if (what > 0) s.used_rows.push_back(s.q_lens[b] - s.q_lens[b] * b / 3);
+  }
+  return s;
+}
+
 /// The layout of a problem's keys, and other arguments of a kernel.
 struct Dealt {
   Layout layout = Layout::contiguous;
@@ -201,8 +214,11 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     if (!s.causal.empty()) p.batch.causal = ServingArrays::pointer<std::uint8_t>(a.causal);
     p.batch.skip_decode = s.skip_decode;
     if (!s.documents.empty())
-      p.documents = {ServingArrays::pointer<std::int64_t>(a.documents),
-                     static_cast<std::int64_t>(s.documents.size()) - 1};
+      p.documents = {ServingArrays::pointer<std::int64_t>(a.documents), s.starts_of_one() - 1,
+                     s.starts_of_one()};
+    if (!s.left_padding.empty())
+      p.batch.left_padding = ServingArrays::pointer<std::int32_t>(a.left_padding);
+    if (!s.used_rows.empty()) p.batch.used_rows = ServingArrays::pointer<std::int32_t>(a.used_rows);
     p.shard = a.shard;
     p.mask = s.mask;
     p.score = {static_cast<float>(s.scale_used()), s.softcap};

@@ -56,6 +56,12 @@ class BadInputTest(CommandTest):
                               (("--rope-scale",), "--rope", 8, "--rope-scale", 0)):
             self.refused(USAGE, *words, extra=extra)
 
+    def test_documents_and_padding(self):
+        self.refused(INPUT, "--documents 5 3", "ascend", extra=["--documents", 5, 3])
+        self.refused(USAGE, "--documents", extra=["--documents", -1, 3])
+        self.refused(INPUT, "--left-padding has 2 numbers", extra=["--left-padding", 0, 1])
+        self.refused(INPUT, "--left-padding 41: sequence 0 has 40 keys", extra=["--left-padding", 41])
+
     def test_missing_file(self):
         self.path("k.npy").unlink()
         self.refused(INPUT, "k.npy", "cannot be opened")

@@ -72,7 +72,7 @@ def rotated(row, position, dim, interleaved=False, theta=10000.0, scale=1.0):
 
 
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None, alibi=None, value_dim=None, rope=None):
+              scale=None, sinks=None, alibi=None, value_dim=None, rope=None, documents=None, padding=0):
     """(out, lse) in float64; rows are at the end of the sequence."""
     scale = dim ** -0.5 if scale is None else scale
     value_dim = dim if value_dim is None else value_dim
@@ -81,6 +81,10 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
         position = keys - tokens + t
         first = max(0, position - window + 1) if window else 0
         last = min(keys, position + 1) if causal else keys
+        if documents:
+            own = [(a, b) for a, b in zip(documents, documents[1:]) if a <= position < b] or [(0, 0)]
+            first, last = max(first, own[0][0]), min(last, own[0][1])
+        first = max(first, padding)
         for h in range(heads):
             row = q[(t * heads + h) * dim:(t * heads + h + 1) * dim]
             if rope:

@@ -66,6 +66,8 @@ class RunTest(CommandTest):
                 (["--rope", DIM, "--rope-interleaved", "--rope-theta", 50, "--rope-scale", 2.5, "--causal"],
                  {"rope": {"dim": DIM, "interleaved": True, "theta": 50.0, "scale": 2.5},
                   "causal": True}),
+                (["--documents", 0, 60, 147, 149, "--causal"], {"documents": [0, 60, 147, 149], "causal": True}),
+                (["--documents", 3, 150, "--left-padding", 148], {"documents": [3, 150], "padding": 148}),
                 (["--causal", "--sinks", self.path("extra_sinks.npy")],
                  {"causal": True, "sinks": sinks})):
             with self.subTest(options=options):

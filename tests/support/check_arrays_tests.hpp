@@ -247,6 +247,41 @@ TEST_F(CheckArrays, DocumentsBoundWhatIsSeen) {
   expect_fault(r, Fault::page, 0, 5, 40);
 }
 
+TEST_F(CheckArrays, DocumentsOfEachSequence) {
+  Request r;
+  r.query_start = {0, 3, 3, 8};
+  const auto starts = on_device(std::vector<std::int64_t>{0, 50, 100, 0, 0, 0, 0, 40, 60});
+  r.attend.documents = {starts.data(), 2, 3};
+  r.table[0] = r.table[2] = r.table[2 * 8] = r.table[2 * 8 + 1] = -1;  // of earlier documents
+  expect_none(r);
+  r.table[2 * 8 + 2] = -2;
+  expect_fault(r, Fault::page, 2, 2, -2);
+}
+
+TEST_F(CheckArrays, Padding) {
+  Request r;
+  const auto padding = on_device(std::vector<std::int32_t>{0, 17, 60});
+  r.attend.batch.left_padding = padding.data();
+  expect_fault(r, Fault::padding, 1, 16, 17);
+  const auto right = on_device(std::vector<std::int32_t>{33, 16, 60});
+  r.attend.batch.left_padding = right.data();
+  r.table[0] = r.table[1] = r.table[2 * 8] = -1;
+  expect_none(r);
+  r.table[2] = -1;
+  expect_fault(r, Fault::page, 0, 2, -1);
+}
+
+TEST_F(CheckArrays, UsedRows) {
+  Request r;
+  const auto used = on_device(std::vector<std::int32_t>{3, 0, 6});
+  r.attend.batch.used_rows = used.data();
+  expect_fault(r, Fault::used_rows, 2, 5, 6);
+  const auto none = on_device(std::vector<std::int32_t>{3, 0, 0});
+  r.attend.batch.used_rows = none.data();
+  std::fill_n(r.table.begin() + 2 * 8, 8, -1);
+  expect_none(r);
+}
+
 TEST_F(CheckArrays, SkippedSequencesAreNotLookedAt) {
   Request r;
   r.query_start = {0, 1, 3, 8};

@@ -46,11 +46,13 @@ struct HostShape {
   bool scales = false;  // of q, k and v
   bool scales_per_head = false;
   std::optional<Alibi> alibi = {};
-  bool slopes_of_sequences = false;       // else all have the same
-  bool qq = false;                        // a third of the entries off the diagonal are -inf
-  DType bias_dtype = DType::fp32;         // of slopes and qq
-  std::vector<std::uint8_t> causal = {};  // per sequence
-  std::vector<std::int64_t> documents = {};
+  bool slopes_of_sequences = false;             // else all have the same
+  bool qq = false;                              // a third of the entries off the diagonal are -inf
+  DType bias_dtype = DType::fp32;               // of slopes and qq
+  std::vector<std::uint8_t> causal = {};        // per sequence
+  std::vector<std::int64_t> documents = {};     // [batch, count + 1]
+  std::vector<std::int32_t> left_padding = {};  // per sequence
+  std::vector<std::int32_t> used_rows = {};     // per sequence
   bool skip_decode = false;
   kernels::KeyParts parts = {};
   RopeOptions rope = {};                 // of layers: q is not rotated yet, nor is new_k; k is
@@ -95,6 +97,12 @@ class HostProblem {
   std::int64_t kv_stride() const { return std::int64_t{shape.kv_heads} * shape.dim + kGap; }
   float scale() const { return 1.0f / std::sqrt(static_cast<float>(shape.dim)); }
   int batch() const { return static_cast<int>(shape.kv_len.size()); }
+  /// The position of the first query row of sequence b.
+  std::int64_t context(int b) const {
+    return shape.kv_len[b] - (shape.used_rows.empty() ? shape.query_len[b] : shape.used_rows[b]);
+  }
+  /// The numbers in shape.documents of each sequence.
+  std::int64_t starts_of_one() const { return std::ssize(shape.documents) / batch(); }
 
   /// The arguments of a rank's attention; `shard.rank` and `shard.table` as given.
   kernels::AttendParams params(const Shard& shard, kernels::StateSlots state, int slot) {
@@ -116,7 +124,9 @@ class HostProblem {
     p.batch.causal = shape.causal.empty() ? nullptr : shape.causal.data();
     p.batch.skip_decode = shape.skip_decode;
     if (!shape.documents.empty())
-      p.documents = {shape.documents.data(), std::ssize(shape.documents) - 1};
+      p.documents = {shape.documents.data(), starts_of_one() - 1, starts_of_one()};
+    p.batch.left_padding = shape.left_padding.empty() ? nullptr : shape.left_padding.data();
+    p.batch.used_rows = shape.used_rows.empty() ? nullptr : shape.used_rows.data();
     if (shape.scales) {
       const int count = shape.scales_per_head ? shape.kv_heads : 1;
       p.q_scale = ScaleView::dense(q_scale.data(), count);
@@ -318,7 +328,7 @@ class HostProblem {
           if (only) seen = {std::max(seen.begin, only->begin), std::min(seen.end, only->end)};
           Eigen::VectorXd query(shape.dim);
           for (int c = 0; c < shape.dim; ++c) query[c] = q[token * q_stride() + h * shape.dim + c];
-          rotate(query, shape.kv_len[b] - shape.query_len[b] + t, q.dtype);
+          rotate(query, context(b) + t, q.dtype);
           const launcher::Exact exact = launcher::attend_exactly(
               query, keys, values, seen, product_scale, shape.softcap,
               sinks ? std::optional<double>((*sinks)[h]) : std::nullopt, biases(b, h, t));
@@ -364,8 +374,9 @@ class HostProblem {
   Interval visible(int b, std::int64_t t) const {
     Mask mask = shape.mask;
     if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
-    const std::int64_t position = shape.kv_len[b] - shape.query_len[b] + t;
-    return launcher::seen_keys(mask, position, shape.kv_len[b], shape.documents);
+    return launcher::seen_keys(mask, context(b) + t, shape.kv_len[b],
+                               launcher::of_sequence(shape.documents, b, batch()),
+                               shape.left_padding.empty() ? 0 : shape.left_padding[b]);
   }
 
   /// [batch][kv_len] whether some row sees the key.
@@ -386,12 +397,12 @@ class HostProblem {
   std::vector<double> biases(int b, int head, std::int64_t t) const {
     if (!shape.alibi && !shape.qq) return {};
     std::vector<double> bias(shape.kv_len[b]);
-    const std::int64_t context = shape.kv_len[b] - shape.query_len[b];
+    const std::int64_t first = context(b);
     for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
       if (shape.alibi)
-        bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, context + t, j, context);
-      if (shape.qq && j >= context && j - context < qq_width())
-        bias[j] += qq[t * (qq_width() + kGap) + j - context];
+        bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, first + t, j, first);
+      if (shape.qq && j >= first && j - first < qq_width())
+        bias[j] += qq[t * (qq_width() + kGap) + j - first];
     }
     return bias;
   }

@@ -49,10 +49,12 @@ struct Serving {
   bool slopes_of_sequences = false;  // else all have the same
   bool qq_bias = false;              // a tree of drafts: -inf between branches
   bool sinks = false;
-  DType small_dtype = DType::fp32;           // of sinks, slopes and qq_bias
-  std::vector<std::int64_t> documents = {};  // starts and end, of the one sequence
-  bool per_head_scales = false;              // of fp8
-  float out_scale = 0;                       // 0: none
+  DType small_dtype = DType::fp32;              // of sinks, slopes and qq_bias
+  std::vector<std::int64_t> documents = {};     // [batch, count + 1] starts and end
+  std::vector<std::int32_t> left_padding = {};  // of each sequence
+  std::vector<std::int32_t> used_rows = {};     // of each sequence
+  bool per_head_scales = false;                 // of fp8
+  float out_scale = 0;                          // 0: none
   bool skip_decode = false;
 
   int page = 16;            // keys in a page; 0: keys follow each other
@@ -65,6 +67,7 @@ struct Serving {
   float magnitude = 1;        // of q, k and v
 
   int batch() const { return static_cast<int>(q_lens.size()); }
+  std::int64_t starts_of_one() const { return std::ssize(documents) / batch(); }
   int of_value() const { return value_dim > 0 ? value_dim : dim; }
   DType of_q() const { return q_dtype.value_or(dtype); }
   DType of_kv() const { return kv_dtype.value_or(dtype); }
@@ -111,6 +114,8 @@ inline std::string describe(const Serving& s) {
   if (s.alibi)
     text += fmt::format(" ALiBi {}{}", name(*s.alibi), s.slopes_of_sequences ? " by sequence" : "");
   if (!s.documents.empty()) text += fmt::format(" documents {}", s.documents);
+  if (!s.left_padding.empty()) text += fmt::format(" padding {}", s.left_padding);
+  if (!s.used_rows.empty()) text += fmt::format(" used rows {}", s.used_rows);
   if (s.out_scale != 0) text += fmt::format(" out_scale {}", s.out_scale);
   if (s.mask.causal) text += " causal";
   if (s.x_packed) text += " x-packed";

@@ -81,7 +81,8 @@ class ServingProblem {
     return early;
   }
 
-  /// Some of the sequences, in this order, as a separate batch. Not for documents or a pool.
+  /// Some of the sequences, in this order, as a separate batch. Not for documents, padding, used
+  /// rows or a pool.
   ServingProblem pick(const std::vector<int>& sequences) const {
     ServingProblem some(*this);
     Serving& s = some.shape;
@@ -114,7 +115,9 @@ class ServingProblem {
     return some;
   }
 
-  std::int64_t context(int b) const { return shape.kv_lens[b] - shape.q_lens[b]; }
+  std::int64_t context(int b) const {
+    return shape.kv_lens[b] - (shape.used_rows.empty() ? shape.q_lens[b] : shape.used_rows[b]);
+  }
   std::int64_t max_kv_len() const {
     return *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
   }
@@ -127,7 +130,9 @@ class ServingProblem {
   Interval visible(int b, std::int64_t position) const {
     Mask rule = shape.mask;
     if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
-    return launcher::seen_keys(rule, position, shape.kv_lens[b], shape.documents);
+    return launcher::seen_keys(rule, position, shape.kv_lens[b],
+                               launcher::of_sequence(shape.documents, b, shape.batch()),
+                               shape.left_padding.empty() ? 0 : shape.left_padding[b]);
   }
 
   /// The new keys or values of every sequence, of `dtype`: rows as q's [tokens, kv_heads, dim].

@@ -63,7 +63,7 @@ struct ServingArrays {
   Cache cache;                     // its host copy; k and v are dropped once they are on the device
   Shard shard;                     // in the device's form
   Buffer q, k, v, table, key_table, query_start, kv_len, causal, sinks, slopes, qq, documents,
-      q_scale, k_scale, v_scale, out_scale, out, lse;
+      left_padding, used_rows, q_scale, k_scale, v_scale, out_scale, out, lse;
 
   ServingArrays(Device where, const ServingProblem& p, const Shard& host_shard,
                 const std::vector<std::int64_t>& shard_table = {},
@@ -96,6 +96,8 @@ struct ServingArrays {
     slopes = on_device(device, p.slopes);
     qq = on_device(device, p.qq);
     documents = on_device(device, s.documents);
+    left_padding = on_device(device, s.left_padding);
+    used_rows = on_device(device, s.used_rows);
     q_scale = on_device(device, p.q_scale);
     k_scale = on_device(device, p.k_scale);
     v_scale = on_device(device, p.v_scale);
@@ -221,7 +223,11 @@ struct ServingArrays {
     }
     r.out_scale = out_scales();
     if (!s.documents.empty())
-      r.documents = array<std::int64_t>(documents, static_cast<std::int64_t>(s.documents.size()));
+      r.documents = {static_cast<const std::int64_t*>(documents.data()),
+                     {s.batch(), s.starts_of_one()},
+                     device};
+    if (!s.left_padding.empty()) r.left_padding = array<std::int32_t>(left_padding, s.batch());
+    if (!s.used_rows.empty()) r.query_len = array<std::int32_t>(used_rows, s.batch());
     r.skip_decode = s.skip_decode;
     return r;
   }

@@ -45,7 +45,7 @@ struct Sequence {
 
 LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
-  return {b,      p.batch.first_row(b), kv_len - p.whole_query_len(b),
+  return {b,      p.batch.first_row(b), kv_len - p.used_query_len(b),
           kv_len, p.batch.first_key(b), p.shard.for_sequence(b).local_len(kv_len)};
 }
 
@@ -224,9 +224,10 @@ LONGSPAN_HD inline Interval visible_in_order(const Geometry& p, int b, std::int6
   if (p.documents) {
     // Rows outside of all documents see nothing. Their empty interval must not extend a tile's hull
     // over outside keys, which no row sees.
-    const std::int64_t count = p.documents.count;
-    const Interval held =
-        count > 0 ? Interval{p.documents.start[0], p.documents.start[count]} : Interval{0, 0};
+    const Documents documents = p.documents.for_sequence(b);
+    const Interval held = documents.count > 0
+                              ? Interval{documents.start[0], documents.start[documents.count]}
+                              : Interval{0, 0};
     const auto clamp = [&](std::int64_t x) {
       return x < held.begin ? held.begin : x < held.end ? x : held.end;
     };

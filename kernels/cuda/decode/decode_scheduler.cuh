@@ -87,7 +87,8 @@ class DecodeScheduler {
     if (work.rows == 0) return false;
     // One query without a window sees every key, so no view needs to be computed.
     const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
-                          !p_.documents && !p_.parts && p_.shard.layout != Layout::listed;
+                          !p_.documents && !p_.batch.hides() && !p_.parts &&
+                          p_.shard.layout != Layout::listed;
     if (thread_ < Traits::kRows) {
       const PackedRow at = packed_row(work, min(thread_, work.rows - 1));
       shared_.views[slot][thread_] =

@@ -88,7 +88,7 @@ constexpr CudaFamily decode() {
   // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
   family.writes_new_keys = [](const AttendParams& p) {
     return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
-           !p.rope && !p.documents && p.shard.layout != Layout::listed &&
+           !p.rope && !p.documents && !p.batch.hides() && p.shard.layout != Layout::listed &&
            is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
   };
   return family;

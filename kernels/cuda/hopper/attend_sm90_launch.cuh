@@ -105,7 +105,7 @@ unsigned slots_of(const AttendParams& params) {
 template <class T>
 unsigned own_slots_of(const AttendParams& params) {
   const KeyArrivals* const arrivals = params.arrivals;
-  if (arrivals == nullptr || arrivals->portions == 0 || params.documents ||
+  if (arrivals == nullptr || arrivals->portions == 0 || params.documents || params.batch.hides() ||
       params.batch.causal != nullptr || params.queries.layout == Layout::ranges)
     return 0;
   const KeyArrivals::Portion* const first = arrivals->portion + arrivals->portions - 1;

@@ -149,7 +149,7 @@ class Scheduler {
     __syncwarp();
     const int query_len = static_cast<int>(params_.batch.query_len(b, params_.tokens));
     const int kv_len = static_cast<int>(params_.batch.keys(b, params_.shard));
-    const int context_len = kv_len - static_cast<int>(params_.whole_query_len(b));
+    const int context_len = kv_len - static_cast<int>(params_.used_query_len(b));
     const int rows = query_len < call_.least_rows ? 0 : max(min(query_len - tile.row, T::kRows), 0);
 
     int* const limits = row_limits();

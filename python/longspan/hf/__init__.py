@@ -9,7 +9,7 @@
 
 Every rank runs the same program on the same input_ids, gets the same tokens, and holds all weights.
 Without a ShardedCache the attention "longspan" is that of one process, over any cache. Unsupported are,
-and refused by name: padding, the caller's own masks, chunked and linear layers, position_bias, dropout,
+and refused by name: zeros of a mask between ones, the caller's own masks, chunked and linear layers, position_bias, dropout,
 beams, models that compute attention themselves, caches of latent keys.
 """
 

@@ -22,9 +22,9 @@ _masks: dict[tuple, type] = {}
 
 
 @torch.compiler.assume_constant_result
-def _mask_type(who: str, causal: bool, window: int | None) -> type:
-    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window))
-    return _masks.setdefault((who, causal, window), made)
+def _mask_type(who: str, causal: bool, window: int | None, padding: str | None) -> type:
+    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window, padding=padding))
+    return _masks.setdefault((who, causal, window, padding), made)
 
 
 def _refuse(name: str, why: str = "is not supported") -> None:
@@ -67,6 +67,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     now = share.forward.prefill
     if now is None:
         return _attend(q, k, v, share.name, cache_seqlens=share.lengths, **options), None
+    if now.pads is not None:
+        options["cache_leftpad"] = now.pads.clamp(max=now.end)  # the keys of a chunk may all be padding
     held = now.before + now.rows
     out = _attend(q[:, :now.rows], k[:, :held], v[:, :held], share.name, queries=share.layout, total_keys=now.end,
                   total_queries=now.end - now.start, **options)
@@ -98,6 +100,7 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
                                    "ShardedCache; such a model is not supported")
         keys = rows  # that are new, as get_mask_sizes() counts them
     causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, sliding_window
+    hidden = {}
     if attention_mask is not None:
         if not isinstance(attention_mask, Mask):
             _refuse("attention_mask", "of the caller's own is not supported")
@@ -109,23 +112,36 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
         if sliding_window is not None and window != sliding_window:
             raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
                                    "which of them holds is not clear")
+        hidden = _hidden(attention_mask, share)
     elif causal and rows != keys and rows > 1:  # transformers' own attentions differ here
         raise UnsupportedError(f"{type(module).__name__} is causal, and has {rows} query rows, {keys} keys and no mask: which "
                                "keys a row sees is not clear")
     if share is not None and share.forward.prefill is not None and not causal:
         _refuse("prefill of layers that are not causal")
     if window is None:
-        return {"causal": causal}
+        return {"causal": causal} | hidden
     if not causal:
         _refuse("sliding_window", "of a layer that is not causal is not supported")
-    return {"causal": True, "window_left": window - 1}
+    return {"causal": True, "window_left": window - 1} | hidden
+
+
+def _hidden(mask: Mask, share: Share | None) -> dict:
+    """What padding hides. No token sees, or is, padding on the right of it where the mask is causal."""
+    if mask.padding is None or (mask.padding == "right" and mask.causal):
+        return {}
+    if mask.padding == "right" and share is not None:
+        _refuse("padding on the right of keys in a ShardedCache, in layers that are not causal,")
+    with torch._C.DisableTorchFunction():
+        numbers = mask.as_subclass(Tensor)[:, 0, 0, 0]
+    return {"cache_leftpad" if mask.padding == "left" else "cache_seqlens": numbers}
 
 
 def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = causal_mask_function,
          attention_mask: Tensor | None = None, q_offset: Any = None, kv_offset: Any = 0, **others: Any) -> Tensor:
     """Makes a mask for transformers that only the attention "longspan" can read.
 
-    Supported: causal masks, windows over them, and masks that show all keys. Others, and padding, are refused.
+    Supported: causal masks, windows over them, and masks that show all keys, also of sequences that are padded on the
+    left or on the right. Others are refused.
     """
     config = others.get("config")
     causal, window = mask_function is not bidirectional_mask_function, None
@@ -134,11 +150,15 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
         window = others["local_size"]
     if causal and q_offset is not None and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         _refuse("a cache with room to spare, such as StaticCache,")
-    if attention_mask is not None:  # for a cache with room it has fewer than all keys
-        _check_padding(attention_mask, kv_offset + kv_length)
     device = others.get("device") or (None if attention_mask is None else attention_mask.device)
-    return torch.empty((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length).as_subclass(
-        _mask_type(type(config).__name__, causal, window))
+    padding, numbers = None, torch.empty((), dtype=torch.bool, device=device)
+    if attention_mask is not None:  # for a cache with room it has fewer than all keys
+        padding, found = _padding_of(attention_mask, kv_offset + kv_length)
+        if padding is not None:  # a ShardedCache has all keys, others those from kv_offset on
+            numbers = found if kv_offset is q_offset else (found - kv_offset).clamp(min=0)
+            numbers = numbers.to(numbers.device if device is None else device, torch.int32)[:, None, None, None]
+    return numbers.expand(batch_size, 1, q_length, kv_length).as_subclass(
+        _mask_type(type(config).__name__, causal, window, padding))
 
 
 def _ends_together(q_length: int, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
@@ -148,16 +168,32 @@ def _ends_together(q_length: int, kv_length: Any, q_offset: Any, kv_offset: Any)
     return not isinstance(q_offset, Tensor) and kv_offset + kv_length == q_offset + q_length
 
 
-def _check_padding(attention_mask: Tensor, tokens: Any) -> None:
-    """A mask of fewer tokens than keys means padding: transformers fills it up with zeros."""
+def _padding_of(attention_mask: Tensor, tokens: Any) -> tuple[str | None, Tensor | None]:
+    """The side on which sequences are padded, and a number for each as in Mask. A mask of fewer tokens than keys would
+    mean padding too: transformers fills it up with zeros."""
     if torch.compiler.is_compiling():
-        torch._assert_async(attention_mask.all(), "attention_mask has padding, which is not supported")
-        return
-    if not bool(attention_mask.all()):
-        _refuse("padding (zeros in attention_mask)")
+        torch._assert_async(attention_mask.all(),
+                            "attention_mask has padding, which is not supported under torch.compile")
+        return None, None
     if attention_mask.shape[-1] < int(tokens):
         raise InputError(f"attention_mask is of {attention_mask.shape[-1]} tokens, and there are {int(tokens)}, those in the "
                          "cache included; give all of them, or no mask")
+    return padding_side(attention_mask[:, :int(tokens)])
+
+
+def padding_side(attention_mask: Tensor) -> tuple[str | None, Tensor | None]:
+    """"left" and how many tokens of each sequence are padding, "right" and how many are not, or None twice."""
+    given = attention_mask != 0
+    if bool(given.all()):
+        return None, None
+    place = torch.arange(given.shape[1], device=given.device)
+    used = given.sum(1)
+    left = given.shape[1] - used
+    if torch.equal(given, place >= left[:, None]):
+        return "left", left
+    if torch.equal(given, place < used[:, None]):
+        return "right", used
+    _refuse("attention_mask with zeros between ones, or on both sides of them,")
 
 
 def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:

@@ -237,6 +237,7 @@ class ShardedCache(Cache):
         self._who = type(model).__name__
         self._forward = Forward()
         self._ids: Tensor | None = None  # of the tokens that prefill computed, [batch, tokens]
+        self._pads: Tensor | None = None  # [batch] of them that are padding on the left
         self._counts = False  # prefill has seen that the model counts positions from 0
         self._ranks = Ranks(comm, group, model.device.type)
         self._name = self._ranks.name

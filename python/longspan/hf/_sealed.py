@@ -47,9 +47,14 @@ class Sealed(Tensor):
 
 
 class Mask(Sealed):
-    """A mask [batch, 1, queries, keys] that takes no memory: its fields define what is visible."""
+    """A mask [batch, 1, queries, keys] that takes no memory: its fields define what is visible.
+
+    With padding its numbers are, for each sequence, how many keys on the left are padding, or how many before those on
+    the right are not.
+    """
 
     causal = True
+    padding: str | None = None  # "left" or "right"
     window: int | None = None  # keys that a token sees, its own included
 
     @classmethod
@@ -72,10 +77,11 @@ class Held(Sealed):
 
 
 class Prefill:
-    """What a sharded forward is about: this rank's rows of positions [start, end)."""
+    """What a sharded forward is about: this rank's rows of positions [start, end). pads: [batch] int32, the tokens on
+    the left that are padding; or None."""
 
-    def __init__(self, start: int, end: int, before: int, rows: int):
-        self.start, self.end, self.before, self.rows = start, end, before, rows
+    def __init__(self, start: int, end: int, before: int, rows: int, pads: Tensor | None):
+        self.start, self.end, self.before, self.rows, self.pads = start, end, before, rows, pads
 
 
 class Forward:

@@ -111,6 +111,7 @@ def scaled_dot_product_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     documents: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
     total_keys: int | None = None,
     total_queries: int | None = None,
     invariant: bool = False,
@@ -147,7 +148,10 @@ def scaled_dot_product_attention(
         window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
         alibi_slopes: [heads]; sinks: [heads] learned sinks.
-        documents: [count + 1] int64 starts of documents packed in the one sequence of the batch.
+        documents: [count + 1] int64 starts of documents packed in the one sequence of the batch, or
+            [batch, count + 1]; longspan.document_starts makes them of a number for each token.
+        cache_leftpad: [batch] int32, the first keys of each sequence, which are padding that no
+            token sees. longspan.padding makes it, or documents, of an attention_mask.
         total_keys, total_queries: tokens over all ranks. None asks the ranks, which costs a round of
             messages in each call; given, contiguous parts are those that longspan.shard cuts, at
             multiples of 128 tokens.
@@ -189,7 +193,7 @@ def scaled_dot_product_attention(
         if torch.compiler.is_compiling():
             _check(query, key, value, -3)
         return _run(query, key, value, -3, return_lse, name, keys, queries,
-                    is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, None, total_keys,
+                    is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, cache_leftpad, None, total_keys,
                     total_queries, is_causal and causal_alignment is None, invariant, strategy)
     except Exception:
         _check(query, key, value, -3)
@@ -215,7 +219,7 @@ def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
 
 
 def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
-         sinks, documents, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
+         sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
     """Heads are in dimension -3, as in torch, or -2."""
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
@@ -232,6 +236,8 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["sinks"] = sinks
     if documents is not None:
         options["documents"] = documents
+    if cache_leftpad is not None:
+        options["cache_leftpad"] = cache_leftpad
     if cache_seqlens is not None:
         options["cache_seqlens"] = cache_seqlens
     if total_keys is not None:
@@ -338,7 +344,8 @@ class ContextParallelAttention(torch.nn.Module):
         return known(self._ranks.name_on("")).comm
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, queries: str | None = AS_KEYS,
-                documents: Tensor | None = None, cache_seqlens: Tensor | None = None,
+                documents: Tensor | None = None, cache_leftpad: Tensor | None = None,
+                cache_seqlens: Tensor | None = None,
                 total_keys: int | None = None, total_queries: int | None = None,
                 return_lse: bool = False) -> Any:
         """The result for the rows of `query`, in the layer's format.
@@ -347,7 +354,7 @@ class ContextParallelAttention(torch.nn.Module):
             query: this rank's rows; key, value: this rank's, kv_heads divides heads.
             queries: "as keys": rows are dealt out as the keys are; None: every rank has all rows
                 and gets the whole result, as in decode.
-            documents: [count + 1] int64 starts of documents packed in the one sequence.
+            documents, cache_leftpad: as in scaled_dot_product_attention.
             cache_seqlens: [batch] int32 keys of each whole sequence over all ranks, where key and
                 value are caches with room to spare; of any layout but contiguous.
             total_keys, total_queries: tokens over all ranks; None asks the ranks.
@@ -370,7 +377,7 @@ class ContextParallelAttention(torch.nn.Module):
                 _check(query, key, value, heads_dim)
             return _run(query, key, value, heads_dim, return_lse, name, self.layout,
                         queries, self.causal, self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes,
-                        sinks, documents, cache_seqlens, total_keys, total_queries, False,
+                        sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, False,
                         self.invariant, self.strategy)
         except Exception:
             _check(query, key, value, heads_dim)

@@ -22,7 +22,8 @@ library = torch.library.Library("longspan", "DEF")
 
 _OPTIONS = """*, bool causal=False, float? softmax_scale=None, SymInt window_left=-1,
     SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None,
-    Tensor? documents=None, Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
+    Tensor? documents=None, Tensor? cache_leftpad=None, Tensor? seqused_q=None,
+    Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
     Tensor? block_table=None, Tensor? q_descale=None, Tensor? k_descale=None,
     Tensor? v_descale=None, str keys='contiguous', str queries='', SymInt? total_keys=None,
     SymInt? total_queries=None, bool equal_lengths=False, bool invariant=False,
@@ -31,7 +32,8 @@ _OPTIONS = """*, bool causal=False, float? softmax_scale=None, SymInt window_lef
 _MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
 
 
-_SMALL = ("alibi_slopes", "sinks", "documents", "q_descale", "k_descale", "v_descale")
+_SMALL = ("alibi_slopes", "sinks", "documents", "cache_leftpad", "seqused_q", "q_descale", "k_descale", "v_descale")
+_OF_SEQUENCES = ("documents", "cache_leftpad", "seqused_q")  # of each sequence
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -138,8 +140,6 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
             world.size, q, k, v, of_keys, of_rows))
     if gathers_keys:
         options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
-    if options.get("documents") is not None and batch > 1:
-        raise InputError(f"documents are packed in one sequence; the batch has {batch}")
     if not gathers_keys and (batch == 1 or of_rows.table is None):
         return longspan.attend(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
     # For a strategy or layout that supports one sequence at a time.
@@ -147,7 +147,13 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
     if out is None:
         out = _results(q, v, False)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
+    documents = options.get("documents")
+    if documents is not None and documents.dim() == 1 and batch > 1:
+        raise InputError(f"documents is {list(documents.shape)}; the batch has {batch} sequences: [batch, count + 1] "
+                         "is wanted")
+    of_sequences = {name: options.pop(name) for name in _OF_SEQUENCES if isinstance(options.get(name), Tensor)}
     for b in range(batch):
+        options |= {name: t if name == "documents" and t.dim() == 1 else t[b:b + 1] for name, t in of_sequences.items()}
         own_q, own_k, own_v, own_out, own_lse = (t if t is None or q.dim() == 3 else t[b]
                                                  for t in (q, k, v, out, lse))
         longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,

@@ -19,7 +19,7 @@ auto visible_to(const kernels::Geometry& g, int b, const Shard& queries, std::in
   const std::int64_t whole_rows = g.batch.query_len(b, g.tokens),
                      own = queries.local_len(whole_rows);
   const kernels::ShardedRows<kernels::MaskRule> rows{g.mask_rule(b, kv_len), queries, whole_rows,
-                                                     keys};
+                                                     keys, whole_rows - g.used_query_len(b)};
   return kernels::VisibleBlocks(own, rows, rows.order(0, own));
 }
 
@@ -41,6 +41,7 @@ bool knows_masks(const Run& run, Device device) {
   if (run.arrays.keys.layout == Layout::listed) return false;
   return device == Device::host ||
          (knows_lengths(run, device) && run.arrays.causal == nullptr && !run.arrays.documents &&
+          run.arrays.left_padding == nullptr && run.arrays.used_rows == nullptr &&
           run.arrays.query_start == nullptr && run.arrays.queries.layout != Layout::ranges);
 }
 

@@ -272,7 +272,9 @@ struct Everything {
   std::vector<float> sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, out_scale{2};
   std::vector<float> bias = std::vector<float>(kTokens * kTokens, 0.5f);
   std::vector<float> angles = std::vector<float>(40 * kDim / 2, 0.5f);
-  std::vector<std::int64_t> documents{0, 3, 9}, ranges{0, 10, 20, 0, 10, 30}, rows{0, 2, 4};
+  std::vector<std::int32_t> padding{1, 2}, used{2, 1};
+  std::vector<std::int64_t> documents{0, 3, 9, 2, 3, 3}, ranges{0, 10, 20, 0, 10, 30},
+      rows{0, 2, 4};
   Options options{.heads = kHeads,
                   .kv_heads = kHeads,
                   .head_dim = kDim,
@@ -285,7 +287,9 @@ struct Everything {
 
   explicit Everything(Of kind = Of::batch) {
     const int batch = kind == Of::batch ? 2 : 1;
-    if (batch == 1) start = {0, 4}, lens = {20}, ranges = {0, 10, 20}, causal = {1};
+    if (batch == 1)
+      start = {0, 4}, lens = {20}, ranges = {0, 10, 20}, causal = {1}, documents = {0, 3, 9},
+      padding = {1}, used = {2};
     AttentionArgs& a = args;
     a.q = Tensor(q.data(), {kTokens, kHeads, kDim});
     a.k = a.v = a.new_k = a.new_v = Tensor(keys.data(), {kTokens, kHeads, kDim});
@@ -311,7 +315,9 @@ struct Everything {
     a.slopes = Tensor(slopes.data(), {kHeads});
     a.qq_bias = Tensor(bias.data(), {kTokens, kTokens});
     a.causal = Tensor(causal.data(), {batch});
-    a.documents = Tensor(documents.data(), {3});
+    a.documents = Tensor(documents.data(), {batch, 3});
+    a.left_padding = Tensor(padding.data(), {batch});
+    a.query_len = Tensor(used.data(), {batch});
     a.rope_cos = a.rope_sin = Tensor(angles.data(), {40, kDim / 2});
   }
   Everything(const Everything&) = delete;
@@ -327,13 +333,14 @@ struct Everything {
   std::map<std::string, std::span<std::byte>> contents() {
     const auto bytes = [](auto& values) { return std::as_writable_bytes(std::span(values)); };
     std::map<std::string, std::span<std::byte>> all{
-        {"query_start", bytes(start)},  {"key_table", bytes(ranges)},
-        {"query_table", bytes(rows)},   {"kv_len", bytes(lens)},
-        {"q_scale", bytes(q_scales)},   {"k_scale", bytes(k_scales)},
-        {"v_scale", bytes(v_scales)},   {"out_scale", bytes(out_scale)},
-        {"sinks", bytes(sinks)},        {"slopes", bytes(slopes)},
-        {"qq_bias", bytes(bias)},       {"causal", bytes(causal)},
-        {"documents", bytes(documents)}};
+        {"query_start", bytes(start)},   {"key_table", bytes(ranges)},
+        {"query_table", bytes(rows)},    {"kv_len", bytes(lens)},
+        {"q_scale", bytes(q_scales)},    {"k_scale", bytes(k_scales)},
+        {"v_scale", bytes(v_scales)},    {"out_scale", bytes(out_scale)},
+        {"sinks", bytes(sinks)},         {"slopes", bytes(slopes)},
+        {"qq_bias", bytes(bias)},        {"causal", bytes(causal)},
+        {"documents", bytes(documents)}, {"left_padding", bytes(padding)},
+        {"query_len", bytes(used)}};
     if (!args.query_table) all.erase("query_table");
     if (!args.kv_len) all.erase("kv_len");
     return all;
@@ -367,6 +374,7 @@ const std::multimap<std::string, RunCase> kRuns{
        AttentionArgs& a = e.args;
        a.query_start.shape[0] = 2;
        a.kv_len.shape[0] = a.causal.shape[0] = a.key_table.shape[0] = 1;
+       a.documents.shape[0] = a.left_padding.shape[0] = a.query_len.shape[0] = 1;
      })},
     {"block_table", with([](Everything& e) { e.pages[0] = 1; })},
     {"block_table", with([](Everything& e) { e.args.block_table.shape[1] = 2; })},
@@ -407,7 +415,12 @@ const std::multimap<std::string, RunCase> kRuns{
     {"causal", with([](Everything& e) { e.causal[1] = 1; })},
     {"documents", with([](Everything& e) { e.args.documents = {}; })},
     {"documents", with([](Everything& e) { e.documents[1] = 4; })},
-    {"documents", with([](Everything& e) { e.args.documents.shape[0] = 2; })},
+    {"documents", with([](Everything& e) { e.args.documents.shape[1] = 2; })},
+    {"documents", with([](Everything& e) { e.documents[5] = 4; })},
+    {"left_padding", with([](Everything& e) { e.args.left_padding = {}; })},
+    {"left_padding", with([](Everything& e) { e.padding[1] = 0; })},
+    {"query_len", with([](Everything& e) { e.args.query_len = {}; })},
+    {"query_len", with([](Everything& e) { e.used[0] = 1; })},
     {"skip_decode", with([](Everything& e) { e.args.skip_decode = true; })},
 };
 

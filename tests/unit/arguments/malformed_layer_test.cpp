@@ -167,6 +167,14 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
              if (c.once_in(2)) c.tensor(r.documents);
            },
            [&] {
+             r.documents = Tensor(m.numbers.data(), {kBatch, 1});
+             if (c.once_in(2)) c.tensor(r.documents);
+           },
+           [&] {
+             r.left_padding = r.query_len = r.kv_len;
+             if (c.once_in(2)) c.tensor(c.once_in(2) ? r.left_padding : r.query_len);
+           },
+           [&] {
              r.qq_bias = m.bias();
              if (c.once_in(2)) c.tensor(r.qq_bias);
            },

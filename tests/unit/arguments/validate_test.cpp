@@ -284,6 +284,7 @@ struct Paged {
   std::vector<float> new_k = std::vector<float>(kTokens * kKvHeads * kDim, 1.0f), new_v = new_k;
   std::vector<float> one{1.0f}, qq = std::vector<float>(9, 0.0f);
   std::vector<std::int64_t> numbers{0, 20, 0, 33};
+  std::vector<std::int32_t> padding{0, 0};
 
   Tensor pages(std::vector<float>& data, DType dtype = fp32) {
     return Tensor(data.data(), dtype, {kPages, kPage, kKvHeads, kDim});
@@ -941,21 +942,52 @@ TEST(Validate, FeaturesOfARun) {
   });
   refuse_run("slopes[7] is inf; an ALiBi slope is a finite number",
              [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, kHeads), p.q[7] = INFINITY; });
-  refuse_run("documents are packed in one sequence",
+  refuse_run("documents is [2]; the batch has 2 sequences: [2, count + 1] is wanted",
              [](AttentionArgs& r, Paged& p) { r.documents = Tensor(p.numbers.data(), {2}); });
+  refuse_run("documents is [3, 1]; the batch has 2 sequences", [](AttentionArgs& r, Paged& p) {
+    r.documents = Tensor(p.numbers.data(), {3, 1});
+  });
+  refuse_run("documents descend at document 0 of sequence 1: 40 to 33",
+             [](AttentionArgs& r, Paged& p) {
+               r.documents = Tensor(p.numbers.data(), {2, 2}), p.numbers[2] = 40;
+             });
+  const auto vector = [](Tensor AttentionArgs::*field, std::int32_t first, std::int32_t second) {
+    return [=](AttentionArgs& r, Paged& p) {
+      p.padding = {first, second};
+      r.*field = Tensor(p.padding.data(), {2});
+    };
+  };
+  refuse_run("left_padding[0] is -1; the sequence has 20 keys, so it is 0 to 20",
+             vector(&AttentionArgs::left_padding, -1, 0));
+  refuse_run("left_padding[1] is 34; the sequence has 33 keys",
+             vector(&AttentionArgs::left_padding, 20, 34));
+  refuse_run("query_len[1] is -1; the sequence has 3 query rows, so it is 0 to 3",
+             vector(&AttentionArgs::query_len, 1, -1));
+  refuse_run("query_len[0] is 2; the sequence has 1 query rows",
+             vector(&AttentionArgs::query_len, 2, 0));
+  refuse_run("query_len is [1]; [2] is wanted", [&](AttentionArgs& r, Paged& p) {
+    vector(&AttentionArgs::query_len, 1, 1)(r, p), r.query_len.shape[0] = 1;
+  });
+  refuse_run("left_padding is int64; int32 is wanted",
+             [](AttentionArgs& r, Paged& p) { r.left_padding = Tensor(p.numbers.data(), {2}); });
+  refuse_run<Unsupported>("query_len with new_k is not supported", [&](AttentionArgs& r, Paged& p) {
+    vector(&AttentionArgs::query_len, 1, 1)(r, p);
+    r.new_k = p.append().new_k, r.new_v = p.append().new_v;
+  });
   const auto documents = [](AttentionArgs& r, Paged& p) {
     r = p.one_sequence(), r.documents = Tensor(p.numbers.data(), {4});
   };
   refuse_run("documents descend at document 1: 20 to 0", documents);
   refuse_run("documents is [0]; it has the start of each, and the end of the last",
              [&](AttentionArgs& r, Paged& p) { documents(r, p), r.documents.shape[0] = 0; });
-  refuse_run("documents is [2, 2]; [any number] is wanted", [&](AttentionArgs& r, Paged& p) {
-    documents(r, p), r.documents = Tensor(p.numbers.data(), {2, 2});
-  });
+  refuse_run("documents is [1, 2, 2]; [count + 1] is wanted, or [batch, count + 1]",
+             [&](AttentionArgs& r, Paged& p) {
+               documents(r, p), r.documents = Tensor(p.numbers.data(), {1, 2, 2});
+             });
   refuse_run("documents is int32; int64 is wanted", [&](AttentionArgs& r, Paged& p) {
     documents(r, p), r.documents.dtype = DType::int32;
   });
-  refuse_run("documents has stride 2; it must be dense",
+  refuse_run("documents has stride 2 in its last dimension; it must be 1",
              [&](AttentionArgs& r, Paged& p) { documents(r, p), r.documents.stride[0] = 2; });
   refuse_run("documents is on the cuda", [&](AttentionArgs& r, Paged& p) {
     documents(r, p), r.documents.device = Device::cuda;

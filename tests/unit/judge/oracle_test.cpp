@@ -27,9 +27,11 @@ TEST(Oracle, SeesWhatTheDefinitionSays) {
             for (std::int64_t i = -5; i < 15; ++i)
               for (std::int64_t j = -1; j < 12; ++j) {
                 const Mask mask{causal, window, right};
-                const Interval seen = seen_keys(mask, i, kv_len, starts);
-                EXPECT_EQ(seen.begin <= j && j < seen.end,
-                          tests::sees(mask, i, j, kv_len) && same_document(starts, i, j))
+                const std::int64_t first = (i + 5) % 3;
+                const Interval seen = seen_keys(mask, i, kv_len, starts, first);
+                EXPECT_EQ(seen.begin <= j && j < seen.end, i < kv_len && j >= first &&
+                                                               tests::sees(mask, i, j, kv_len) &&
+                                                               same_document(starts, i, j))
                     << "causal " << causal << " window " << window << " right " << right << " i "
                     << i << " j " << j << " of " << kv_len << ", documents " << starts.size();
               }

@@ -45,7 +45,7 @@ class Random {
 struct Drawn {
   Mask mask;
   std::vector<std::int64_t> documents;  // starts, or none
-  std::int64_t kv_len = 0, whole_rows = 0;
+  std::int64_t kv_len = 0, whole_rows = 0, unused = 0, first_key = 0;
 
   Drawn(Random& random, std::int64_t most_keys) {
     mask.causal = random.one_in(2);
@@ -58,6 +58,8 @@ struct Drawn {
         documents.push_back(random.below(kv_len + 1));
       std::sort(documents.begin(), documents.end());
     }
+    if (random.one_in(3)) unused = random.below(whole_rows + 1);
+    if (random.one_in(3)) first_key = random.below(kv_len + 1);
   }
   Documents table() const {
     if (documents.empty()) return {};
@@ -71,9 +73,9 @@ struct Drawn {
     return false;
   }
   bool sees(std::int64_t i, std::int64_t j) const {
-    return tests::sees(mask, i, j, kv_len) && in_one_document(i, j);
+    return i < kv_len && j >= first_key && tests::sees(mask, i, j, kv_len) && in_one_document(i, j);
   }
-  MaskRule rule() const { return {mask, table(), kv_len}; }
+  MaskRule rule() const { return {mask, table(), kv_len, first_key}; }
 };
 
 /// A rank's share of `length` positions by any rule; `cuts` holds the table of `ranges`.
@@ -213,7 +215,7 @@ TEST(Visible, BlocksOfAMaskAreWhatTheDefinitionSays) {
                  std::to_string(drawn.mask.window) + " right " + std::to_string(drawn.mask.right) +
                  " documents " + std::to_string(drawn.documents.size()) + " rows " +
                  name(queries.layout) + " keys " + name(keys.layout));
-    const ShardedRows<MaskRule> rows{drawn.rule(), queries, drawn.whole_rows, keys};
+    const ShardedRows<MaskRule> rows{drawn.rule(), queries, drawn.whole_rows, keys, drawn.unused};
     const Matrix seen = matrix_of(rows, begin, end,
                                   [&](std::int64_t i, std::int64_t j) { return drawn.sees(i, j); });
     const auto row_keys = [&](std::int64_t row) { return rows(begin + row); };
@@ -325,11 +327,16 @@ TEST(Visible, KeysBetweenTwoIntervalsAreHidden) {
 /// A tile of a host kernel, and what its rows see.
 class HostTile {
  public:
-  HostTile(Random& random, const Drawn& drawn) : drawn_(drawn) {
+  HostTile(Random& random, const Drawn& drawn)
+      : drawn_(drawn),
+        used_(static_cast<std::int32_t>(drawn.whole_rows - drawn.unused)),
+        padding_(static_cast<std::int32_t>(drawn.first_key)) {
     g_.kv_heads = 2;
     g_.heads = static_cast<int>(2 * (1 + random.below(3)));
     g_.mask = drawn.mask;
     g_.documents = drawn.table();
+    if (drawn.unused > 0) g_.batch.used_rows = &used_;
+    if (drawn.first_key > 0) g_.batch.left_padding = &padding_;
     if (random.one_in(3)) {
       flag_ = drawn.mask.causal ? 1 : 0;
       g_.mask.causal = !drawn.mask.causal;
@@ -379,6 +386,7 @@ class HostTile {
   }
 
   const Drawn& drawn_;
+  std::int32_t used_, padding_;
   kernels::Geometry g_;
   std::uint8_t flag_ = 0;
   std::vector<std::int64_t> key_cuts_, row_cuts_, listed_;

@@ -76,10 +76,9 @@ constexpr Feature kFeatures[] = {
 
 void check_head_dims(std::int64_t head_dim, std::int64_t value_dim) {
   const auto check = [](const char* what, std::int64_t dim, int most) {
-    if (dim < kHeadDimStep || dim > most || dim % kHeadDimStep != 0)
-      throw Unsupported(std::string(what) + " " + std::to_string(dim) + " is not supported: " +
-                        std::to_string(kHeadDimStep) + " to " + std::to_string(most) +
-                        " in steps of " + std::to_string(kHeadDimStep) + " are");
+    if (dim < 1 || dim > most)
+      throw Unsupported(std::string(what) + " " + std::to_string(dim) + " is not supported: 1 to " +
+                        std::to_string(most) + " are");
   };
   check("head_dim", head_dim, kMaxHeadDim);
   check("value_dim", value_dim, kMaxValueDim);

@@ -15,6 +15,11 @@
 
 namespace longspan::kernels {
 
+/// Head dims are any; buffers of our own whose rows are read in vectors pad each row to a multiple
+/// of this many elements.
+inline constexpr int kDimStep = 8;
+LONGSPAN_HD constexpr int padded_dim(int dim) { return (dim + kDimStep - 1) / kDimStep * kDimStep; }
+
 /// A tensor [n, heads, columns] whose innermost dimension is dense. Strides are in elements.
 struct Rows {
   void* data = nullptr;
@@ -120,8 +125,8 @@ struct KeySpans {
 };
 
 /// The states of `rows` rows in `slots` equal slots, `slot_bytes` apart: one slot per rank, or per
-/// split of a rank's keys. A slot is Stats [rows], then o [rows, dim] in fp32; dim is the value_dim
-/// of the attention.
+/// split of a rank's keys. A slot is Stats [rows], then o [rows, columns()] in fp32, of which a row
+/// has `dim` numbers, the value_dim of the attention; what is in the others does not matter.
 struct StateSlots {
   std::byte* data = nullptr;
   std::int64_t rows = 0;
@@ -132,8 +137,9 @@ struct StateSlots {
     return (rows * 8 + 15) / 16 * 16;
   }
   LONGSPAN_HD static std::int64_t bytes(std::int64_t rows, int dim) {
-    return stats_bytes(rows) + rows * dim * 4;
+    return stats_bytes(rows) + rows * padded_dim(dim) * 4;
   }
+  LONGSPAN_HD int columns() const { return padded_dim(dim); }
   LONGSPAN_HD std::int64_t slot_bytes() const { return bytes(rows, dim); }
   LONGSPAN_HD Stats* stats(int slot) const {
     return reinterpret_cast<Stats*>(data + slot * slot_bytes());
@@ -141,7 +147,7 @@ struct StateSlots {
   LONGSPAN_HD float* o(int slot) const {
     return reinterpret_cast<float*>(data + slot * slot_bytes() + stats_bytes(rows));
   }
-  LONGSPAN_HD float* o(int slot, std::int64_t row) const { return o(slot) + row * dim; }
+  LONGSPAN_HD float* o(int slot, std::int64_t row) const { return o(slot) + row * columns(); }
 };
 
 /// A strided array [tokens, heads] of fp32.

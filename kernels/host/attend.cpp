@@ -245,6 +245,7 @@ class AttendRun {
 
   /// Stores states in the rows' slot; with `resume`, folds them into the states there.
   void store(const Tile& tile, int slot, const Stats* stats, const float* o) const {
+    const int columns = p_.state.columns();
     for (int i = 0; i < tile.states(); ++i) {
       const std::int64_t of_head = tile.first + i % tile.rows;
       const std::int64_t token = tile.sequence.first_row + of_head / group_;
@@ -254,10 +255,10 @@ class AttendRun {
       float* to = p_.state.o(slot, row);
       const float* from = o + i * padded_;
       if (p_.resume) {
-        fold_states(&to_stats, to, stats + i, from, 1, p_.value_dim);
+        fold_states(&to_stats, to, stats + i, from, 1, columns);
       } else {
         to_stats = stats[i];
-        std::copy_n(from, p_.value_dim, to);
+        std::copy_n(from, columns, to);
       }
     }
   }

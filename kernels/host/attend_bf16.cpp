@@ -131,12 +131,16 @@ class Bf16TileRun {
             continue;
           }
         }
-        for (int c = 0; c < p_.head_dim; c += kLanes8) {
+        int c = 0;
+        for (; c + kLanes8 <= p_.head_dim; c += kLanes8) {
           const auto bits = hn::BitCast(words, load(Lanes8(), q + c));  // all inputs are bf16
           hn::StoreU(hn::DemoteTo(narrow, hn::BitCast(hn::RebindToSigned<Lanes8>(),
                                                       hn::ShiftRight<16>(bits))),
                      narrow, to + c / 32 * kTile + c % 32);
         }
+        for (; c < p_.head_dim; ++c)
+          to[c / 32 * kTile + c % 32] =
+              from_float(load_one(q, c), static_cast<Bfloat16*>(nullptr)).bits;
       }
     });
   }

@@ -30,7 +30,7 @@ struct RowState {
 
 /// Leaves the fold of the row's states in level 0.
 void fold_slots(const MergeParams& p, std::int64_t row, RowState& state) {
-  const int dim = p.states.dim;
+  const int dim = p.states.columns();
   const auto merge = [&](int a, int b) {
     const Fold f = fold(state.stats[a], state.stats[b]);
     state.stats[a] = f.stats;
@@ -61,7 +61,7 @@ void finish_row(const MergeParams& p, std::int64_t token, int head, RowState& st
   if (p.sinks) {
     const Fold f = fold(state.stats[0], sink_stats(p.sinks[head]));
     state.stats[0] = f.stats;
-    fold_row(f, state.o[0], zeros, dim);
+    fold_row(f, state.o[0], zeros, p.states.columns());
   }
   const Finish result = finish(state.stats[0]);
   float* o = state.o[0];

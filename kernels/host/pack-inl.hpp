@@ -87,18 +87,23 @@ HWY_INLINE void transpose_lanes(D d, const T* const rows[4], int c, float* HWY_R
 }
 #endif
 
-/// to[c * kPanel + i] = rows[i][c] for c in [0, n), i in [0, 4). n is a multiple of 4.
+/// Element c of a row.
+template <class T>
+HWY_INLINE float load_one(const T* row, int c) {
+  return hn::GetLane(load(hn::CappedTag<float, 1>(), row + c));
+}
+
+/// to[c * kPanel + i] = rows[i][c] for c in [0, n), i in [0, 4).
 template <class T>
 HWY_INLINE void transpose_four(const T* const rows[4], int n, float* HWY_RESTRICT to) {
-#if HWY_TARGET == HWY_SCALAR
-  for (int c = 0; c < n; ++c)
-    for (int i = 0; i < 4; ++i) to[c * kPanel + i] = hn::GetLane(load(Lanes(), rows[i] + c));
-#else
   int c = 0;
+#if HWY_TARGET != HWY_SCALAR
   for (; c + kLanes <= n; c += kLanes) transpose_lanes(Lanes(), rows, c, to + c * kPanel);
   for (; c + kLanes8 <= n; c += kLanes8) transpose_lanes(Lanes8(), rows, c, to + c * kPanel);
-  for (; c < n; c += 4) transpose_lanes(hn::CappedTag<float, 4>(), rows, c, to + c * kPanel);
+  for (; c + 4 <= n; c += 4) transpose_lanes(hn::CappedTag<float, 4>(), rows, c, to + c * kPanel);
 #endif
+  for (; c < n; ++c)
+    for (int i = 0; i < 4; ++i) to[c * kPanel + i] = load_one(rows[i], c);
 }
 
 /// Prefetches a row whose chunks lie apart: the line in which each chunk begins, which also holds
@@ -109,7 +114,7 @@ HWY_INLINE void prefetch_chunks(const std::byte* row, int chunks, std::int64_t s
   for (int i = 0; i < chunks; ++i) hwy::Prefetch(row + i * stride * static_cast<int>(sizeof(T)));
 }
 
-/// Converts n dense elements to fp32; n is a multiple of 4.
+/// Converts n dense elements to fp32.
 template <class T>
 HWY_INLINE void widen(const T* from, int n, float* to) {
   const Lanes d;
@@ -118,7 +123,9 @@ HWY_INLINE void widen(const T* from, int n, float* to) {
   int c = 0;
   for (; c + kLanes <= n; c += kLanes) hn::StoreU(load(d, from + c), d, to + c);
   for (; c + kLanes8 <= n; c += kLanes8) hn::StoreU(load(d8, from + c), d8, to + c);
-  for (; c < n; c += hn::MaxLanes(d4)) hn::StoreU(load(d4, from + c), d4, to + c);
+  constexpr int kFew = hn::MaxLanes(d4);
+  for (; c + kFew <= n; c += kFew) hn::StoreU(load(d4, from + c), d4, to + c);
+  for (; c < n; ++c) to[c] = load_one(from, c);
 }
 
 /// Converts elements [begin, end) of a row of any chunks to fp32; begin is a multiple of kPanel.
@@ -131,9 +138,7 @@ HWY_INLINE void widen_row(const KvRows& layout, const T* row, int begin, int end
       widen(from, std::min(layout.chunk, end - c), to + c - begin);
     return;
   }
-  const hn::CappedTag<float, 1> one;
-  for (int c = begin; c < end; ++c)
-    hn::StoreU(load(one, row + layout.column(c)), one, to + c - begin);
+  for (int c = begin; c < end; ++c) to[c - begin] = load_one(row + layout.column(c), 0);
 }
 
 /// Packs keys [begin, end) of a segment, from the addresses of their rows. `keys` is aligned to 16;
@@ -175,7 +180,6 @@ template <class T>
 HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int end, int dim,
                             float* panels) {
   const int fours = (end - begin) / 4 * 4;
-  const hn::CappedTag<float, 1> one;
   std::int64_t at = 0;
   int in_chunk = 0;
   for (int c = 0; c < dim; c += 4) {
@@ -183,6 +187,7 @@ HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int e
     const T* columns[4];
     for (int i = 0; i < 4; ++i) {
       columns[i] = row + at;
+      if (c + i + 1 >= dim) continue;  // the last column again, in place of which pad_row writes
       at += layout.dim_stride;
       if (++in_chunk < layout.chunk) continue;
       at += layout.chunk_stride - layout.chunk * layout.dim_stride;
@@ -190,13 +195,13 @@ HWY_INLINE void pack_across(const KvRows& layout, const T* row, int begin, int e
     }
     transpose_four(columns, fours, to);
     for (int j = fours; j < end - begin; ++j)
-      for (int i = 0; i < 4; ++i) hn::StoreU(load(one, columns[i] + j), one, to + j * kPanel + i);
+      for (int i = 0; i < 4; ++i) to[j * kPanel + i] = load_one(columns[i], j);
   }
 }
 
 /// Writes zeros from `columns` on to the next multiple of 16.
 HWY_INLINE void pad_row(int columns, float* to) {
-  if (columns % 16 != 0) std::fill(to + columns, to + columns + 8, 0.0f);
+  std::fill(to + columns, to + TileSpace::padded(columns), 0.0f);
 }
 
 /// Packs values of keys [begin, end); missing rows give zeros.
@@ -233,8 +238,10 @@ void pack_values(const KvRows& layout, const std::byte* const* rows, Range keys,
 template <class T>
 HWY_INLINE void pack_query(const T* q, float factor, int dim, float* to) {
   const Lanes8 d;
-  for (int c = 0; c < dim; c += kLanes8)
+  int c = 0;
+  for (; c + kLanes8 <= dim; c += kLanes8)
     hn::StoreU(hn::Mul(load(d, q + c), hn::Set(d, factor)), d, to + c);
+  for (; c < dim; ++c) to[c] = load_one(q, c) * factor;
 }
 
 }  // namespace HWY_NAMESPACE

@@ -112,9 +112,9 @@ HWY_NOINLINE void pack_wide_keys(const float* panels, Range keys, int dim, Eleme
   for (int key = keys.begin; key < keys.end; key += 16) {
     const float* from = panels + key / kPanel * dim * kPanel + key % kPanel;
     Element* pair = to + key / 16 * depth * kTile;
-    for (int d = 0; d < depth * 32; d += 2, pair += 32)  // dims are multiples of 8
-      _mm512_store_si512(pair, d < dim ? pair_rows(from + d * kPanel, from + (d + 1) * kPanel)
-                                       : pair_rows(zeros, zeros));
+    const auto column = [&](int d) { return d < dim ? from + d * kPanel : zeros; };
+    for (int d = 0; d < depth * 32; d += 2, pair += 32)
+      _mm512_store_si512(pair, pair_rows(column(d), column(d + 1)));
   }
 }
 

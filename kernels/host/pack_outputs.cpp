@@ -39,7 +39,7 @@ void pack_states(const PackStatesParams& p, ThreadPool& pool) {
       if (move.from < 0) continue;
       p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
       std::memcpy(p.to.o(move.part, move.to), p.from.o(p.slot, move.from),
-                  static_cast<std::size_t>(p.from.dim) * sizeof(float));
+                  static_cast<std::size_t>(p.from.columns()) * sizeof(float));
     }
   });
 }

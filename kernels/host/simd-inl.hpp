@@ -23,7 +23,7 @@ namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
 using Lanes = hn::CappedTag<float, 16>;
-using Lanes8 = hn::CappedTag<float, 8>;  // for dims, which are multiples of 8
+using Lanes8 = hn::CappedTag<float, 8>;  // for rows that are padded to 8, and ends of others
 using Vec = hn::Vec<Lanes>;
 inline constexpr int kLanes = hn::MaxLanes(Lanes());
 inline constexpr int kLanes8 = hn::MaxLanes(Lanes8());

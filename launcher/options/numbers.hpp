@@ -21,7 +21,7 @@ constexpr int kMostHeads = 65536;
 
 /// The values of --dim.
 inline std::string dim_text() {
-  return fmt::format("Dimension of a head: {0} to {1} in steps of {0}", kHeadDimStep, kMaxHeadDim);
+  return fmt::format("Dimension of a head: any of 1 to {}", kMaxHeadDim);
 }
 
 /// The values of --shard.

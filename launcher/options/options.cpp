@@ -92,8 +92,8 @@ CLI::Validator backend_name() {
       "");
 }
 
-const std::string kValueDimText = fmt::format(
-    "Dimension of a value: {0} to {1} in steps of {0} [--dim]", kHeadDimStep, kMaxValueDim);
+const std::string kValueDimText =
+    fmt::format("Dimension of a value: any of 1 to {} [--dim]", kMaxValueDim);
 
 void add_world_options(CLI::App& app, WorldOptions& o) {
   app.add_option("--backend", o.backend,

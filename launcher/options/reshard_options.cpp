@@ -53,14 +53,12 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
       ->transform(whole(1, kMostHeads))
       ->group(keys)
       ->capture_default_str();
-  app.add_option("--dim", o.dim, "Dimension of a head, in steps of 4")
-      ->transform(whole(4, kMostHeads))
+  app.add_option("--dim", o.dim, "Dimension of a head")
+      ->transform(whole(1, kMostHeads))
       ->group(keys)
       ->capture_default_str();
-  app.add_option(
-         "--value-dim", o.value_dim,
-         "Dimension of a value, in steps of 4; 0: the values are the first columns of the keys "
-         "[--dim]")
+  app.add_option("--value-dim", o.value_dim,
+                 "Dimension of a value; 0: the values are the first columns of the keys [--dim]")
       ->transform(whole(0, kMostHeads))
       ->group(keys);
   app.add_option("--dtype", o.dtype, "fp32, fp16, bf16, e4m3 or e5m2")
@@ -79,9 +77,6 @@ void add_reshard_options(CLI::App& app, ReshardCommand& o) {
 void read_rules(ReshardCommand& o) {
   read_rule("--from", o.from.shard, o.from.layout, o.from.block);
   read_rule("--to", o.to.shard, o.to.layout, o.to.block);
-  for (const auto& [option, dim] : {std::pair{"--dim", o.dim}, {"--value-dim", o.value_dim}})
-    if (dim > 0 && dim % 4 != 0)
-      throw CLI::ValidationError(option, fmt::format("{} is not a multiple of 4", dim));
 }
 
 }  // namespace longspan::launcher

@@ -109,10 +109,19 @@ Shape any_shape(Random& random, DType dtype, int longest) {
       pick<std::pair<int, int>>(random, {{1, 1}, {4, 2}, {6, 1}, {8, 8}, {5, 5}, {8, 2}, {12, 4}});
   shape.heads = heads;
   shape.kv_heads = kv_heads;
-  shape.dim = pick(random, {8, 16, 24, 32, 40, 64, 72, 80, 96, 104, 128, 136, 192, 200, 256});
+  shape.dim = pick(random, {1,  8,  15, 16,  21,  24,  32,  40,  59,  64,
+                            72, 80, 96, 104, 128, 136, 192, 200, 203, 256});
   if (below(random, 4) == 0) {  // also draws values of another width, and wide heads
-    const auto [dim, value_dim] = pick<std::pair<int, int>>(
-        random, {{192, 128}, {576, 512}, {512, 512}, {264, 264}, {128, 40}, {40, 136}, {8, 512}});
+    const auto [dim, value_dim] = pick<std::pair<int, int>>(random, {{192, 128},
+                                                                     {576, 512},
+                                                                     {512, 512},
+                                                                     {264, 264},
+                                                                     {128, 40},
+                                                                     {40, 136},
+                                                                     {8, 512},
+                                                                     {21, 59},
+                                                                     {203, 15},
+                                                                     {3, 509}});
     shape.dim = dim;
     shape.value_dim = value_dim;
   }

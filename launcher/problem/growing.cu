@@ -19,16 +19,16 @@ __global__ void grow_kernel(const __grid_constant__ Lengths lengths) {
   if (b < lengths.batch) lengths.grow(b);
 }
 
-/// Fills a cache; a block takes a row of it at a time, and a thread eight bytes of the row.
+/// Fills a cache; a block takes a row of it at a time, and a thread a word of the row.
+template <class Word>
 __global__ void fill_kernel(const __grid_constant__ Filling f) {
-  using Word = unsigned long long;
   const std::int64_t words = f.row_bytes / static_cast<std::int64_t>(sizeof(Word));
   const Word* const block = reinterpret_cast<const Word*>(f.block);
   Word* const cache = reinterpret_cast<Word*>(f.cache);
   for (std::int64_t slot = blockIdx.x; slot < f.batch * f.capacity; slot += gridDim.x) {
     const std::int64_t to = f.target(slot) * words, from = f.source(slot);
     for (std::int64_t w = threadIdx.x; w < words; w += kThreads)
-      cache[to + w] = from < 0 ? ~Word{0} : block[from * words + w];
+      cache[to + w] = from < 0 ? static_cast<Word>(~Word{0}) : block[from * words + w];
   }
 }
 
@@ -45,7 +45,9 @@ void fill(const Filling& f, Stream stream) {
   const std::int64_t slots = f.batch * f.capacity;
   if (slots == 0) return;
   const auto blocks = static_cast<unsigned>(std::min(slots, kBlocks));
-  launch_kernel(fill_kernel, {blocks, kThreads, handle(stream)}, f);
+  const bool in_eights = f.row_bytes % 8 == 0;
+  launch_kernel(in_eights ? fill_kernel<unsigned long long> : fill_kernel<unsigned char>,
+                {blocks, kThreads, handle(stream)}, f);
 }
 
 }  // namespace longspan::launcher::cuda

@@ -43,7 +43,7 @@ struct Pattern {
 struct Filling {
   const std::byte* block = nullptr;  // [pattern.rows, row_bytes]
   Pattern pattern;
-  std::int64_t row_bytes = 8;  // a multiple of 8
+  std::int64_t row_bytes = 8;
   std::byte* cache = nullptr;  // [batch, capacity, row_bytes], or pages
   int batch = 1;
   std::int64_t capacity = 0;            // room for local keys of a sequence

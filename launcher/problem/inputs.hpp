@@ -22,8 +22,7 @@ struct Source {
   int dim = 0;
   std::string label;  // for messages
 
-  /// Copies `count` elements of a row, from element `first` of its heads * dim, to `to`. `first`
-  /// and `count` are multiples of 4.
+  /// Copies `count` elements of a row, from element `first` of its heads * dim, to `to`.
   std::function<void(std::int64_t row, std::int64_t first, std::int64_t count, void* to)> read;
 
   std::int64_t row_size() const { return std::int64_t{heads} * dim; }

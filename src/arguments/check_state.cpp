@@ -47,7 +47,7 @@ std::size_t check_state_size(std::int64_t tokens, std::int64_t heads, std::int64
           "states of [{}, {}] rows were asked for; there are 0 to 2^31 - 1 tokens and 1 to "
           "2^31 - 1 heads",
           tokens, heads);
-  kernels::check_head_dims(kHeadDimStep, value_dim);
+  kernels::check_head_dims(1, value_dim);
   const double bytes = static_cast<double>(tokens) * static_cast<double>(heads) *
                        (4.0 * static_cast<double>(value_dim) + 8);
   require(bytes < 0x1p48, "states of [{}, {}] rows take {:.3g} bytes; give less in one call",

@@ -5,9 +5,8 @@
 
 namespace longspan {
 
-inline constexpr int kHeadDimStep = 8;       ///< head_dim and value_dim are multiples of it
-inline constexpr int kMaxHeadDim = 576;      ///< of queries and keys
-inline constexpr int kMaxValueDim = 512;     ///< of values and results
+inline constexpr int kMaxHeadDim = 576;      ///< of queries and keys; any from 1 on
+inline constexpr int kMaxValueDim = 512;     ///< of values and results; any from 1 on
 inline constexpr int kMostThreads = 4096;    ///< most host threads that a rank may ask for
 inline constexpr int kMostSegments = 65536;  ///< of the keys, in Python's segmented_attention
 

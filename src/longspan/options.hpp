@@ -149,8 +149,8 @@ constexpr HeadRange result_heads(int heads, int rank, int ranks) {
 struct Options {
   int heads = 1;      ///< of queries, on every rank
   int kv_heads = 1;   ///< divides heads: query head h reads kv head h / (heads / kv_heads)
-  int head_dim = 64;  ///< of queries and keys: 8 to 576 in steps of 8 (limits.hpp)
-  std::optional<int> value_dim = {};  ///< of values and results: 8 to 512; default head_dim
+  int head_dim = 64;  ///< of queries and keys: any of 1 to 576 (limits.hpp)
+  std::optional<int> value_dim = {};  ///< of values and results: any of 1 to 512; default head_dim
   DTypes dtypes = {};                 ///< element types
   Mask mask = {};                     ///< which keys a query sees
   ScoreOptions score = {};            ///< how scores are made from q.k

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/tensors.hpp"
 #include "longspan/attention.hpp"
 #include "longspan/communicator.hpp"
 #include "longspan/error.hpp"
@@ -80,7 +81,9 @@ double key_row_bytes(const Options& o) {
   const StorageFormat format = storage_of(o.dtypes.of_kv());
   return 1.0 * o.kv_heads * (format.row_bytes(o.head_dim) + format.row_bytes(o.of_values()));
 }
-double state_row_bytes(const Options& o) { return (4.0 * o.of_values() + 8.0) * o.heads; }
+double state_row_bytes(const Options& o) {
+  return (4.0 * kernels::padded_dim(o.of_values()) + 8.0) * o.heads;
+}
 
 double rotated_bytes(const Options& o) {
   return o.rope.dim > 0 ? static_cast<double>(o.limits.max_tokens) * query_row_bytes(o) : 0.0;
@@ -88,7 +91,7 @@ double rotated_bytes(const Options& o) {
 
 double state_slot_bytes(const Options& o, double rows, int heads) {
   const double states = rows * heads;
-  return std::ceil(states * 8.0 / 16.0) * 16.0 + 4.0 * states * o.of_values();
+  return std::ceil(states * 8.0 / 16.0) * 16.0 + 4.0 * states * kernels::padded_dim(o.of_values());
 }
 
 namespace {

@@ -209,7 +209,7 @@ HostShape random_shape(std::mt19937& random) {
   HostShape s;
   s.kv_heads = 1 << random() % 3;
   s.heads = s.kv_heads * (1 + static_cast<int>(random() % 3));
-  s.dim = 8 * (1 + static_cast<int>(random() % 9));
+  s.dim = 1 + static_cast<int>(random() % 72);
   s.dtype = one_in(3) ? bf16 : fp32;
   const bool one = one_in(2);
   s.query_len.clear();

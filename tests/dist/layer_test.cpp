@@ -166,7 +166,7 @@ TEST(Layer, RefusesByNameWhatItCannotDo) {
   const Communicator world = test_world();
   const Options good{.heads = 4, .kv_heads = 2, .head_dim = 64, .dtypes = {.compute = DType::fp32}};
   Options bad = good;
-  bad.head_dim = 20;
+  bad.head_dim = 577;
   EXPECT_THROW(Attention(world, bad), Unsupported);
   bad = good;
   bad.kv_heads = 3;

@@ -106,7 +106,7 @@ class Draw {
     HostShape& s = c.shape;
     s.kv_heads = any({1, 2, 3});
     s.heads = s.kv_heads * any({1, 2, 4});
-    s.dim = any({8, 16, 24, 64});
+    s.dim = any({8, 16, 24, 64, 1, 15, 21, 59});
     s.dtype = any({DType::fp32, DType::fp32, DType::fp16, DType::bf16});
     const bool packed = one_in(2);  // documents
     const int batch = packed || one_in(2) ? 1 : 2 + static_cast<int>(below(3));
@@ -173,7 +173,7 @@ class Draw {
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
     c.ranks_per_node = draw_ranks_per_node();
-    if (one_in(3)) draw_rope(s);
+    if (one_in(3) && s.dim > 1) draw_rope(s);
     return c;
   }
 

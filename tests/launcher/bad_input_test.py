@@ -134,11 +134,11 @@ class BadInputTest(CommandTest):
                      arguments=["run", "--heads", 3, "--kv-heads", 2, "--kv", 10])
 
     def test_head_dim(self):
-        for dim in (4, 20, 584):
-            self.refused(UNSUPPORTED, f"head_dim {dim}", "8 to 576",
+        for dim in (577, 584):
+            self.refused(UNSUPPORTED, f"head_dim {dim}", "1 to 576",
                          arguments=["run", "--dim", dim, "--kv", 10, "--tokens", 1])
-        for dim in (4, 20, 520):
-            self.refused(UNSUPPORTED, f"value_dim {dim}", "8 to 512",
+        for dim in (513, 520):
+            self.refused(UNSUPPORTED, f"value_dim {dim}", "1 to 512",
                          arguments=["run", "--value-dim", dim, "--kv", 10, "--tokens", 1])
 
     def test_sinks(self):

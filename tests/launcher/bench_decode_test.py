@@ -147,7 +147,7 @@ class BenchDecodeTest(CommandTest):
             for ranks in (0, 2) if MPIEXEC else (0,):
                 with self.subTest(extra=extra, ranks=ranks):
                     self.ends(longspan(ranks, *small(*extra)), status, *words)
-        self.ends(longspan(0, "bench", "decode", "--dim", 20), UNSUPPORTED, "dim 20")
+        self.ends(longspan(0, "bench", "decode", "--dim", 577), UNSUPPORTED, "dim 577")
         self.ends(longspan(0, "bench", "decode", "--heads", 3, "--kv-heads", 2), USAGE, "heads 3")
         self.ends(longspan(0, "bench"), USAGE, "not a command by itself")
         self.ends(longspan(0, "bench", "encode"), USAGE, "bench")

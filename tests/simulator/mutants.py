@@ -1044,16 +1044,16 @@ MUTANTS = [
            new="p.invariant;"),
     Mutant("fp32-stores-head-dim", "kernels/cuda/portable/attend_fp32.cuh", "fp32",
            "As many columns of the state are stored as keys have.",
-           old="if (d < p.value_dim) store(d,",
-           new="if (d < p.head_dim) store(d,"),
+           old="if (d < to.columns) store(d,",
+           new="if (d < padded_dim(p.head_dim)) store(d,"),
     Mutant("splits-fold-head-dim", "kernels/cuda/combine/merge.cu", "merge",
            "As many columns of the splits are folded as keys have.",
-           old="const int vectors = p.value_dim / kFoldVector;",
-           new="const int vectors = p.head_dim / kFoldVector;"),
+           old="const int vectors = padded_dim(p.value_dim) / kFoldVector;",
+           new="const int vectors = padded_dim(p.head_dim) / kFoldVector;"),
     Mutant("resume-folds-head-dim", "kernels/cuda/combine/resume.cu", "merge",
            "As many columns of a state are folded onto the one before as keys have.",
-           old="dim3 block(p.value_dim / kVector,",
-           new="dim3 block(p.head_dim / kVector,"),
+           old="const int vectors = aside.columns() / kVector;",
+           new="const int vectors = padded_dim(p.head_dim) / kVector;"),
 ]
 
 

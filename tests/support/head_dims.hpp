@@ -21,8 +21,12 @@ constexpr std::pair<int, int> kHeadDims[] = {
     {kMaxHeadDim, kMaxValueDim},  // MLA, as in decode
     {64, 40},
     {40, 136},
-    {8, 8},  // the least
+    {1, 1},  // the least
     {8, 512},
+    {15, 21},  // no multiples of 8
+    {203, 59},
+    {59, 59},
+    {575, 511},
     {264, 264},
     {512, 512},
 };
@@ -136,7 +140,7 @@ TEST(HeadDims, ShortQueriesKeepTheFixedOrder) {
 
 TEST(HeadDims, ValuesThatAreTheFirstColumnsOfTheKeys) {
   LONGSPAN_NEEDS_DEVICE();
-  for (const auto& [dim, value_dim] : {std::pair{576, 512}, {96, 64}, {64, 64}})
+  for (const auto& [dim, value_dim] : {std::pair{576, 512}, {96, 64}, {64, 64}, {203, 59}})
     for (DType dtype : {DType::fp32, DType::bf16}) {
       Serving shape = of_dims(dim, value_dim, dtype);
       shape.heads = 16;

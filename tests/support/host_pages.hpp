@@ -120,7 +120,7 @@ struct Whole {
     }
     kr.page_stride = vr.page_stride = size * heads * dim + kGap;
     int x = static_cast<int>(16 / size_of(k.dtype));
-    if (dim % x != 0) x = 8;
+    while (dim % x != 0) x /= 2;
     if (store == Store::x_packed) {
       kr.row_stride = x;
       kr.head_stride = vr.head_stride = dim * size;

@@ -248,7 +248,7 @@ TEST_F(Segments, ExportAndReduceOfAnyCut) {
 }
 
 TEST_F(Segments, AnyDimTypeAndPadding) {
-  for (int dim : {8, 24, 64, 80, 128, 192, 256})
+  for (int dim : {1, 8, 12, 21, 24, 59, 64, 80, 128, 192, 256})
     for (DType out : {fp32, fp16, bf16, e4m3, e5m2})
       for (int padding : {0, 1, 32}) {
         SegmentsCase c;

@@ -201,7 +201,7 @@ AttendParams gather_keys(const GatheredParams& g, cudaStream_t stream) {
                   .by_chunks = Divisor(static_cast<std::uint32_t>(p.head_dim / kVector))};
   const std::int64_t half = p.batch.size * call.capacity * bytes_of_key(p) / 2;
   const auto copy_of = [&](const KvRows& source, const Rows& fresh, std::byte* to) {
-    return Copy{source, access_of(source, p.pages, sizeof(Bits)), fresh,
+    return Copy{source, access_of(source, p.pages, sizeof(Bits), p.head_dim), fresh,
                 is_aligned<kVector>(fresh, p.dtype), reinterpret_cast<Bits*>(to)};
   };
   call.copies[0] = copy_of(p.k, g.new_k, g.room);

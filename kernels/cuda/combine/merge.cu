@@ -55,12 +55,12 @@ struct Places {
   }
 };
 
-/// Finishes a merged state: sink, division, scale, rounding.
+/// Finishes a merged state of `dim` columns: sink, division, scale, rounding.
 template <int kColumns>
-__device__ void finish_row(const MergeParams& m, std::int64_t token, int head, int column,
+__device__ void finish_row(const MergeParams& m, int dim, std::int64_t token, int head, int column,
                            StateColumns<kColumns>& state, bool wide) {
   RowEpilogue(m, head).finish(state);
-  store_result(m, ResultPlace(m, token, head, column), state, wide);
+  store_result(m, ResultPlace(m, token, head, column), state, dim - column, wide);
 }
 
 // ---- kernels: threadIdx.x = columns, (blockIdx.x, threadIdx.y) = rows --------------------------
@@ -86,7 +86,7 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   const int levels = log2_ceil(p.states.slots);
   StatePiece state = fold_tree<kLevels>(
       Places{p.states, p.interleaved, levels, p.state_row(token, head), column}, levels);
-  finish_row(p, token, head, column, state, wide);
+  finish_row(p, p.states.dim, token, head, column, state, wide);
 }
 
 /// Folds the splits of short sequences. A block takes some columns (blockIdx.y, threadIdx.x) of
@@ -131,14 +131,14 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const unsigned self = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   fold_threads(state, waiting, threadIdx.y, blockDim.y, self, blockDim.x);
   if (threadIdx.y != 0 || !exists) return;
-  if constexpr (kFinish) return finish_row(m, token, head, column, state, wide);
+  if constexpr (kFinish) return finish_row(m, p.value_dim, token, head, column, state, wide);
   const std::int64_t to = token * p.heads + head;
   if (column == 0) p.state.stats(p.slot)[to] = state.stats;
   float4* o = reinterpret_cast<float4*>(p.state.o(p.slot, to) + column);
   *o = make_float4(state.o[0], state.o[1], state.o[2], state.o[3]);
 }
 
-dim3 block_of(int dim) { return dim3(dim / kVector, kThreads / (dim / kVector)); }
+dim3 block_of(int columns) { return dim3(columns / kVector, kThreads / (columns / kVector)); }
 
 dim3 grid_of(std::int64_t rows, dim3 block) {
   return dim3(static_cast<unsigned>((rows + block.y - 1) / block.y));
@@ -149,8 +149,8 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
   if (p.states.slots > 1 << kMostLevels)
     throw Unsupported("merge of " + std::to_string(p.states.slots) + " states of a row: at most " +
                       std::to_string(1 << kMostLevels) + " on CUDA");
-  const bool wide = is_aligned<kVector>(p.out, p.dtype);
-  const dim3 block = block_of(p.states.dim);
+  const bool wide = is_wide_result<kVector>(p, p.states.dim);
+  const dim3 block = block_of(p.states.columns());
   const std::int64_t tokens = most > 0 ? std::int64_t{p.batch.size} * most : p.tokens;
   for_levels<kGroupLevels + 1>(log2_ceil(p.states.slots), [&](auto levels) {
     launch_kernel(merge_kernel<decltype(levels)::value>,
@@ -161,9 +161,9 @@ void merge_rows(const MergeParams& p, int most, cudaStream_t stream) {
 template <bool kFinish>
 void launch_fold(const AttendParams& p, const WorkPlan& plan, const MergeParams& m,
                  cudaStream_t stream) {
-  const bool wide = kFinish && is_aligned<kFoldVector>(m.out, m.dtype);
+  const bool wide = kFinish && is_wide_result<kFoldVector>(m, p.value_dim);
   const int alone = std::min(kFoldLevels, log2_ceil(plan.splits)), remainder = plan.splits >> alone;
-  const int vectors = p.value_dim / kFoldVector;
+  const int vectors = padded_dim(p.value_dim) / kFoldVector;
   // A block takes few columns if the splits fill it, so that few rows occupy many multiprocessors.
   const bool all = remainder < 8 && vectors * remainder <= kFoldThreads;
   const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;

@@ -68,7 +68,8 @@ __global__ __launch_bounds__(kThreads) void pack_states_kernel(
   if (threadIdx.x == 0) p.to.stats(move.part)[move.to] = p.from.stats(p.slot)[move.from];
   const float4* from = reinterpret_cast<const float4*>(p.from.o(p.slot, move.from));
   float4* to = reinterpret_cast<float4*>(p.to.o(move.part, move.to));
-  for (int c = static_cast<int>(threadIdx.x); c < p.from.dim / 4; c += static_cast<int>(blockDim.x))
+  for (int c = static_cast<int>(threadIdx.x); c < p.from.columns() / 4;
+       c += static_cast<int>(blockDim.x))
     to[c] = from[c];
 }
 

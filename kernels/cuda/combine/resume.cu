@@ -35,7 +35,8 @@ __global__ __launch_bounds__(kThreads) void fold_onto_kernel(
 
 void fold_onto(const AttendParams& p, Lengths lengths, const StateSlots& aside,
                cudaStream_t stream) {
-  const dim3 block(p.value_dim / kVector, kThreads / (p.value_dim / kVector));
+  const int vectors = aside.columns() / kVector;
+  const dim3 block(vectors, kThreads / vectors);
   const dim3 grid(static_cast<unsigned>((aside.rows + block.y - 1) / block.y), aside.slots);
   launch_kernel(fold_onto_kernel, {grid, block, stream}, p, aside, lengths);
 }

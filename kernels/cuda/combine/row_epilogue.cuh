@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/arch/divide.cuh"
 #include "kernels/cuda/combine/fold_tree.cuh"
+#include "kernels/cuda/common/access.hpp"
 #include "kernels/cuda/common/convert.cuh"
 #include "kernels/params.hpp"
 
@@ -74,48 +75,55 @@ struct ResultPlace {
   }
 };
 
-/// Rounds and stores a finished row; `wide` means that the location is aligned for kColumns
-/// elements at a time. The logarithm is computed after the columns, and only if it is wanted.
+/// Whether a row of `dim` elements can be stored kColumns at a time.
+template <int kColumns>
+bool is_wide_result(const MergeParams& m, int dim) {
+  return dim % kColumns == 0 && is_aligned<kColumns>(m.out, m.dtype);
+}
+
+/// Rounds and stores the first `count` of a finished row's columns, several at once if `wide`. The
+/// logarithm is computed after the columns, and only if it is wanted.
 template <int kColumns>
 __device__ void store_result(const MergeParams& m, const ResultPlace& place,
-                             const StateColumns<kColumns>& row, bool wide) {
-  if (wide) {
+                             const StateColumns<kColumns>& row, int count, bool wide) {
+  if (wide && count >= kColumns) {
     store_elements(m.out.data, m.dtype, place.at, row.o);
   } else {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const float one[1] = {row.o[i]};
-      store_elements(m.out.data, m.dtype, place.at + i, one);
+      if (i < count) store_elements(m.out.data, m.dtype, place.at + i, one);
     }
   }
   if (place.lse != nullptr) *place.lse = longspan::finish(row.stats).lse;
 }
 
-/// Stores four elements that are already rounded, in their memory order in `words`.
+/// Stores the first `count` of four elements that are already rounded, in their memory order in
+/// `words`.
 __device__ inline void copy_elements(const MergeParams& m, const ResultPlace& place, uint4 words,
-                                     bool wide) {
+                                     int count, bool wide) {
   const int size = static_cast<int>(size_of(m.dtype));
   std::byte* to = static_cast<std::byte*>(m.out.data) + place.at * size;
-  if (wide) {
+  if (wide && count >= 4) {
     if (size == 4)
       *reinterpret_cast<uint4*>(to) = words;
     else if (size == 2)
       *reinterpret_cast<uint2*>(to) = make_uint2(words.x, words.y);
     else
       *reinterpret_cast<std::uint32_t*>(to) = words.x;
-  } else if (size == 4) {
-    auto* elements = reinterpret_cast<std::uint32_t*>(to);
-    elements[0] = words.x, elements[1] = words.y, elements[2] = words.z, elements[3] = words.w;
-  } else if (size == 2) {
-    auto* elements = reinterpret_cast<std::uint16_t*>(to);
-    elements[0] = static_cast<std::uint16_t>(words.x);
-    elements[1] = static_cast<std::uint16_t>(words.x >> 16);
-    elements[2] = static_cast<std::uint16_t>(words.y);
-    elements[3] = static_cast<std::uint16_t>(words.y >> 16);
   } else {
+    const std::uint32_t four[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      reinterpret_cast<std::uint8_t*>(to)[i] = static_cast<std::uint8_t>(words.x >> (8 * i));
+    for (int i = 0; i < 4; ++i) {
+      if (i >= count) break;
+      if (size == 4)
+        reinterpret_cast<std::uint32_t*>(to)[i] = four[i];
+      else if (size == 2)
+        reinterpret_cast<std::uint16_t*>(to)[i] =
+            static_cast<std::uint16_t>(four[i / 2] >> (16 * (i % 2)));
+      else
+        reinterpret_cast<std::uint8_t*>(to)[i] = static_cast<std::uint8_t>(words.x >> (8 * i));
+    }
   }
 }
 

@@ -55,11 +55,12 @@ __global__ __launch_bounds__(kThreads) void export_kernel(
 #pragma unroll
   for (float& value : values) value = has_keys ? value * factor : 0.0f;
   float* to = p.to.output + at * p.to.padded_dim + column;
-  if (wide) {
+  if (wide && column < p.states.dim) {
     store_as(to, values);
   } else {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) to[i] = values[i];
+    for (int i = 0; i < kVector; ++i)
+      if (column + i < p.states.dim) to[i] = values[i];
   }
 }
 
@@ -164,11 +165,11 @@ bool is_aligned_to_16(const SegmentView& view) {
 void export_segments(const ExportSegmentsParams& p, cudaStream_t stream) {
   const std::int64_t count = p.tokens * p.heads * p.to.segments;
   if (count == 0) return;
-  const int columns = p.states.dim / kVector;
+  const int columns = p.states.columns() / kVector;
   const dim3 block(columns, kThreads / columns);
+  const bool wide = p.states.dim % kVector == 0 && is_aligned_to_16(p.to);
   launch_kernel(export_kernel,
-                {static_cast<unsigned>((count + block.y - 1) / block.y), block, stream}, p,
-                is_aligned_to_16(p.to));
+                {static_cast<unsigned>((count + block.y - 1) / block.y), block, stream}, p, wide);
 }
 
 void reduce_segments(const ReduceSegmentsParams& p, cudaStream_t stream) {

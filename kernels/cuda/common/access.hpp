@@ -19,8 +19,10 @@ LONGSPAN_HD inline bool aligned_to_eight(const void* data, int bytes, std::int64
          (strides & 7) == 0;
 }
 
-/// How the rows of `source`, whose elements have `bytes` bytes, may be read.
-LONGSPAN_HD inline Access access_of(const KvRows& source, const Pages& pages, int bytes) {
+/// How the rows of `source`, of `dim` elements of `bytes` bytes, may be read. A row that ends
+/// inside of eight elements is read one by one: what follows is not its own.
+LONGSPAN_HD inline Access access_of(const KvRows& source, const Pages& pages, int bytes, int dim) {
+  if ((dim & 7) != 0) return Access::elements;
   const std::int64_t outer = source.head_stride | (pages ? source.page_stride : 0);
   const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;
   if (source.dim_stride == 1 && source.chunk % 8 == 0 &&

@@ -1,5 +1,5 @@
-// The head dims that kernels are instantiated for. Any other multiple of 8 uses the next larger
-// instance; its missing columns are zeros in shared memory and are not stored.
+// The head dims that kernels are instantiated for. Any other uses the next larger instance; its
+// missing columns are zeros in shared memory and are not stored.
 #pragma once
 
 #include <type_traits>

@@ -13,6 +13,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/arch/target.cuh"
 #include "kernels/cuda/common/access.hpp"
@@ -226,19 +227,21 @@ __device__ inline void load_transposed(std::uint32_t tile, const KvRows& source,
   }
 }
 
-/// Gathers eight elements of T or fp8, at `at(i)` from `data`, as T.
+/// Gathers eight elements of T or fp8, at `at(i)` from `data`, as T; those from `count` on are
+/// zeros and not read.
 template <class T, bool k8, class At>
-__device__ inline uint4 gather_eight(const void* data, bool e5m2, const At& at) {
+__device__ inline uint4 gather_eight(const void* data, bool e5m2, int count, const At& at) {
+  using Bits = std::conditional_t<k8, std::uint8_t, std::uint16_t>;
+  const auto bits = [&](int i) {
+    return i < count ? std::uint32_t{static_cast<const Bits*>(data)[at(i)]} : 0u;
+  };
   std::uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (k8) {
-      const std::uint8_t* bytes = static_cast<const std::uint8_t*>(data);
-      words[i] = widen_two<T>(bytes[at(2 * i)] | bytes[at(2 * i + 1)] << 8, e5m2);
-    } else {
-      const std::uint16_t* halves = static_cast<const std::uint16_t*>(data);
-      words[i] = halves[at(2 * i)] | static_cast<std::uint32_t>(halves[at(2 * i + 1)]) << 16;
-    }
+    if constexpr (k8)
+      words[i] = widen_two<T>(bits(2 * i) | bits(2 * i + 1) << 8, e5m2);
+    else
+      words[i] = bits(2 * i) | bits(2 * i + 1) << 16;
   }
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -256,7 +259,7 @@ __device__ inline void load_elements(std::uint32_t tile, const KvRows& source, i
     if (chunk * 8 < dim && wanted(row)) {
       const std::int64_t offset =
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
-      eight = gather_eight<T, k8>(source.data, p.kv_dtype == DType::e5m2,
+      eight = gather_eight<T, k8>(source.data, p.kv_dtype == DType::e5m2, dim - chunk * 8,
                                   [&](int i) { return offset + source.column(chunk * 8 + i); });
     }
     arch::store_shared(tile + Layout::offset(row, chunk), eight);
@@ -268,8 +271,8 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
                                         const Sequence& sequence, const TileCoord& work) {
   using Layout = SwizzledTile<T, kDim>;
   const bool is_16 = p.q_dtype == p.dtype;
-  const bool together = aligned_to_eight(p.q.data, is_16 ? 2 : 1,
-                                         p.q.row_stride | p.q.head_stride | p.q.gap.elements);
+  const bool together = aligned_to_eight(
+      p.q.data, is_16 ? 2 : 1, p.q.row_stride | p.q.head_stride | p.q.gap.elements | p.head_dim);
   if (is_16 && together) {
     load_plain_queries<T, kDim, kRows, kThreads>(tile, p, sequence, work);
     return;
@@ -283,14 +286,15 @@ __device__ inline void load_any_queries(std::uint32_t tile, const AttendParams& 
       const PackedRow at = packed_row(work, row);
       const std::int64_t offset = p.q.offset(sequence.first_row + at.token, at.head) + chunk * 8;
       const bool e5m2 = p.q_dtype == DType::e5m2;
+      const int count = p.head_dim - chunk * 8;
       const auto at_element = [&](int i) { return offset + i; };
       if (is_16)
-        eight = gather_eight<T, false>(p.q.data, e5m2, at_element);
+        eight = gather_eight<T, false>(p.q.data, e5m2, count, at_element);
       else if (together)
         eight = widen_eight<T>(
             *reinterpret_cast<const uint2*>(p.q.at<const std::uint8_t>(0, 0) + offset), e5m2);
       else
-        eight = gather_eight<T, true>(p.q.data, e5m2, at_element);
+        eight = gather_eight<T, true>(p.q.data, e5m2, count, at_element);
     }
     arch::store_shared(tile + Layout::offset(row, chunk), eight);
   }
@@ -312,7 +316,7 @@ __device__ inline void load_keys(std::uint32_t tile, const KvRows& source, int d
   } else {
     constexpr bool k8 = kLoader == Loader::any8;
     const Wanted wanted{view, first};
-    const Access access = access_of(source, p.pages, k8 ? 1 : 2);
+    const Access access = access_of(source, p.pages, k8 ? 1 : 2, dim);
     if (access == Access::chunks)
       load_chunks<T, kDim, kKeys, kThreads, k8, kPanelRows>(tile, source, dim, p, kv_head, sequence,
                                                             wanted);

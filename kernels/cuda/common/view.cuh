@@ -301,11 +301,11 @@ LONGSPAN_HD inline std::int64_t part_row(const Geometry& p, const WorkPlan& plan
 struct Target {
   std::byte* data;  // of the slot
   std::int64_t rows, row;
-  int dim;
+  int columns;
 
   LONGSPAN_HD Stats& stats() const { return reinterpret_cast<Stats*>(data)[row]; }
   LONGSPAN_HD float* o() const {
-    return reinterpret_cast<float*>(data + StateSlots::stats_bytes(rows)) + row * dim;
+    return reinterpret_cast<float*>(data + StateSlots::stats_bytes(rows)) + row * columns;
   }
 };
 LONGSPAN_HD inline Target target_of(const AttendParams& p, const WorkPlan& plan,
@@ -316,7 +316,7 @@ LONGSPAN_HD inline Target target_of(const AttendParams& p, const WorkPlan& plan,
   const int slot = !own ? work.split : p.parts ? p.slot + work.split : p.slot;
   const std::int64_t row = own ? (sequence.first_row + at.token) * p.heads + at.head
                                : part_row(p, plan, sequence.index, at.token, at.head);
-  return {slots.data + slot * slots.slot_bytes(), slots.rows, row, slots.dim};
+  return {slots.data + slot * slots.slot_bytes(), slots.rows, row, slots.columns()};
 }
 
 }  // namespace longspan::kernels::cuda

@@ -297,7 +297,7 @@ __device__ __forceinline__ void store_rows(const AttendParams& p, const WorkPlan
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int d = own_slice<Traits>(own) * 16 + result_column<Traits>(half);
-          if (d < p.head_dim) o[d] = state.o[own * Traits::kRowTiles + n][half * 2 + j];
+          if (d < to.columns) o[d] = state.o[own * Traits::kRowTiles + n][half * 2 + j];
         }
     }
 }

@@ -8,13 +8,14 @@
 
 namespace longspan::kernels::cuda {
 
-/// Whether the rows of a cache can be copied 16 bytes at a time.
-__device__ inline bool in_sixteens(const KvRows& source, const Pages& pages) {
+/// Whether the rows of a cache, of `dim` elements, can be copied 16 bytes at a time.
+__device__ inline bool in_sixteens(const KvRows& source, const Pages& pages, int dim) {
   const std::int64_t row = pages && pages.size == 1 ? 0 : source.row_stride;
   const std::int64_t strides = source.head_stride | row | (pages ? source.page_stride : 0);
   const bool columns = source.dense() || (source.dim_stride == 1 && source.chunk % 16 == 0 &&
                                           source.chunk_stride % 16 == 0);
-  return columns && strides % 16 == 0 && reinterpret_cast<std::uintptr_t>(source.data) % 16 == 0;
+  return columns && dim % 8 == 0 && strides % 16 == 0 &&
+         reinterpret_cast<std::uintptr_t>(source.data) % 16 == 0;
 }
 
 /// Copies kBytes (8 or 16) at a time by cp.async. A dim that ends inside of 16 bytes ends at 8.
@@ -104,7 +105,8 @@ __device__ inline void gather_bytes(std::uint32_t tile, const KvRows& source, co
           KeyWalk(p, source, sequence, kv_head, wanted.first + row, 1).offset();
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        four |= static_cast<std::uint32_t>(data[offset + source.column(d + i)]) << i * 8;
+        if (d + i < p.head_dim)
+          four |= static_cast<std::uint32_t>(data[offset + source.column(d + i)]) << i * 8;
     }
     arch::store_shared(tile + Layout::offset(row, d / 16) + d % 16, four);
   }
@@ -118,9 +120,9 @@ __device__ inline void load_bytes(std::uint32_t tile, const KvRows& source, cons
                                   int kv_head, const Sequence& sequence, const View& view,
                                   std::int64_t first, int thread) {
   const Wanted wanted{view, first};
-  if (in_sixteens(source, p.pages))
+  if (in_sixteens(source, p.pages, p.head_dim))
     return copy_bytes<Traits, 16>(tile, source, p, kv_head, sequence, wanted, thread);
-  const Access access = access_of(source, p.pages, 1);
+  const Access access = access_of(source, p.pages, 1, p.head_dim);
   if (access == Access::chunks)
     copy_bytes<Traits, 8>(tile, source, p, kv_head, sequence, wanted, thread);
   else if (access == Access::keys)

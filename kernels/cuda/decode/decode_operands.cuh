@@ -64,7 +64,7 @@ struct DecodeQueries {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int d = slice * 16 + slice_column<Traits>(half);
-        words[slice][half] = valid && d < p.head_dim ? two_of(p, from + d) : 0u;
+        words[slice][half] = valid && d < p.head_dim ? two_of(p, from + d, d + 1 < p.head_dim) : 0u;
       }
   }
 
@@ -84,17 +84,19 @@ struct DecodeQueries {
   }
 
  private:
-  /// Reads two elements of the queries, as stored.
-  __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at) {
+  /// Reads two elements of the queries, as stored; without the second, which is then 0, if a row
+  /// ends before it.
+  __device__ __forceinline__ static std::uint32_t two_of(const AttendParams& p, std::int64_t at,
+                                                         bool both) {
     if constexpr (Traits::kPlain) {
       return *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(p.q.data) +
                                                      at);
     } else if (!is_fp8(p.q_dtype)) {
       const std::uint16_t* halves = static_cast<const std::uint16_t*>(p.q.data) + at;
-      return halves[0] | static_cast<std::uint32_t>(halves[1]) << 16;
+      return halves[0] | (both ? static_cast<std::uint32_t>(halves[1]) << 16 : 0u);
     } else {
       const std::uint8_t* bytes = static_cast<const std::uint8_t*>(p.q.data) + at;
-      return bytes[0] | static_cast<std::uint32_t>(bytes[1]) << 8;
+      return bytes[0] | (both ? static_cast<std::uint32_t>(bytes[1]) << 8 : 0u);
     }
   }
 

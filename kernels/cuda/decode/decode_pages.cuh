@@ -33,13 +33,15 @@ __device__ inline void find_place(KeyPlace& place, const Pages& pages, const Div
   arch::copy_async<4>(arch::shared_address(&place.page), pages.table + entry, 4);
 }
 
-/// Whether keys of pages can be copied from looked-up places, 16 bytes at a time.
+/// Whether keys of pages, of `dim` elements, can be copied from looked-up places, 16 bytes at a
+/// time.
 template <class Traits>
-__device__ inline bool come_by_places(const KvRows& source, const Pages& pages) {
+__device__ inline bool come_by_places(const KvRows& source, const Pages& pages, int dim) {
   constexpr int kBytes = Traits::kFp8 ? 1 : 2;
   if (Traits::kPlain || !pages || ((source.page_stride | source.row_stride) * kBytes) >> 32 != 0)
     return false;
-  return Traits::kFp8 ? in_sixteens(source, pages) : access_of(source, pages, 2) == Access::chunks;
+  return Traits::kFp8 ? in_sixteens(source, pages, dim)
+                      : access_of(source, pages, 2, dim) == Access::chunks;
 }
 
 /// Queues the copy of a stage's keys of one kv head into a tile, 16 bytes at a time, from looked-up

@@ -100,8 +100,8 @@ class DecodeProducer {
                             std::uint32_t ring)
       : p_(p), maps_(maps), shared_(shared), ring_(ring) {
     if constexpr (!Traits::kPlain) {
-      by_place_k_ = !maps.k_valid && come_by_places<Traits>(p.k, p.pages);
-      by_place_v_ = !maps.v_valid && come_by_places<Traits>(p.v, p.pages);
+      by_place_k_ = !maps.k_valid && come_by_places<Traits>(p.k, p.pages, p.head_dim);
+      by_place_v_ = !maps.v_valid && come_by_places<Traits>(p.v, p.pages, p.head_dim);
     }
     if constexpr (arch::kTarget >= 900) {
       if (thread_ == 0 && maps.k_valid) arch::prefetch_map(&maps.k);

@@ -22,7 +22,7 @@ __device__ inline void store_empty(const AttendParams& p, const WorkPlan& plan,
     const Target to = target_of(p, plan, sequence, work, packed_row(work, row));
     if (thread == 0) to.stats() = empty_stats();
 #pragma unroll 1
-    for (int d = thread; d < p.head_dim; d += 32) to.o()[d] = 0.0f;
+    for (int d = thread; d < to.columns; d += 32) to.o()[d] = 0.0f;
   }
 }
 
@@ -46,8 +46,8 @@ class DecodeScheduler {
       uneven_ = lengths_differ();
       works_ = works_of(plan, plan.numbers.all_of(uneven_));
     }
-    all_places_ = (!maps.k_valid && come_by_places<Traits>(p.k, p.pages)) ||
-                  (!maps.v_valid && come_by_places<Traits>(p.v, p.pages));
+    all_places_ = (!maps.k_valid && come_by_places<Traits>(p.k, p.pages, p.head_dim)) ||
+                  (!maps.v_valid && come_by_places<Traits>(p.v, p.pages, p.head_dim));
     if (thread_ == 0) shared.order.size = 0;
     __syncwarp();
   }

@@ -84,7 +84,7 @@ bool takes_all(const AttendParams&, Lengths) { return true; }
 
 constexpr CudaFamily decode() {
   CudaFamily family = planned<Family::decode, takes_decode>(
-      "short", "equal, 8 to 256", "products of 16 bits; keys and values of that type or fp8");
+      "short", "equal, up to 256", "products of 16 bits; keys and values of that type or fp8");
   // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
   family.writes_new_keys = [](const AttendParams& p) {
     return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
@@ -96,7 +96,7 @@ constexpr CudaFamily decode() {
 
 constexpr CudaFamily hopper_e4m3() {
   CudaFamily family = hopper_by_arrivals<sm90::takes_e4m3>(
-      Family::hopper_e4m3, "equal, 48 to 256",
+      Family::hopper_e4m3, "equal, 48 to 256 in steps of 16",
       "fp8_products: e4m3 queries, keys and values; no pages, softcap, ALiBi or qq_bias");
   family.check = [](const AttendParams& p, const Kind& kind) {
     if (p.fp8_products && !kind.gpu.hopper_code)
@@ -111,12 +111,12 @@ constexpr CudaFamily hopper_e4m3() {
 
 constexpr CudaFamily kFamilies[] = {
     hopper<sm90::takes_in_order>(
-        Family::hopper_in_order, "equal, 48 to 128",
+        Family::hopper_in_order, "equal, 48 to 128 in steps of 8",
         "invariant: 16 bits of one type, in pages and at any strides; no softcap, biases or "
         "scales"),
     hopper_e4m3(),
     hopper_by_arrivals<sm90::takes_16_bits>(
-        Family::hopper, "equal, 48 to 256",
+        Family::hopper, "equal, 48 to 256 in steps of 8",
         "16 bits of one type, a positive scale, pages for heads of 81 to 192; no qq_bias, ALiBi "
         "sqrt or scales of tensors"),
     decode(),

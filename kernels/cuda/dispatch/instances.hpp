@@ -16,7 +16,8 @@ namespace longspan::kernels::cuda {
 
 /// The way in which an instance reads keys, values and queries.
 enum class Loader : std::uint8_t {
-  plain,  // contiguous dense rows of the products' type, 16 bytes aligned, no bias, no scales
+  plain,  // contiguous dense rows of the products' type, in whole 16 bytes that are aligned, no
+          // bias, no scales
   any16,  // the other layouts, with keys and values of the products' type: pages, x-packed, any
           // strides
   any8,   // all others: fp8 keys and values

@@ -113,7 +113,8 @@ __global__ __launch_bounds__(kThreads,
       if (step >= static_cast<int>(r.peers)) break;
       send_elements(r.peer_buffer[step] + turn.copy + r.result, size, row * dim + column, words);
     }
-    if (result.is_wanted) copy_elements(m, result.place, words, task.wide);
+    if (result.is_wanted)
+      copy_elements(m, result.place, words, m.states.dim - static_cast<int>(column), task.wide);
     if (column == 0) {  // the logarithm takes long, so it comes after what others wait for
       const float lse = finish(state.stats).lse;
 #pragma unroll
@@ -167,7 +168,7 @@ __global__ __launch_bounds__(kThreads,
       const std::uint32_t row = r.share_first[step] + i;
       if ((skipped >> step & 1) == 0) {
         const uint4 values = {~words[step].x, ~words[step].y, ~words[step].z, ~words[step].w};
-        copy_elements(m, places[step], values, task.wide);
+        copy_elements(m, places[step], values, m.states.dim - static_cast<int>(column), task.wide);
         if (places[step].lse != nullptr) *places[step].lse = __uint_as_float(~lse[step]);
       }
       // No other thread reads these words.
@@ -193,7 +194,7 @@ std::int64_t resident_blocks() {
 /// arrivals.
 void launch_of(const ExchangeParams& p, std::int64_t rows, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const int threads = p.merge.states.dim / 4;  // of a row
+  const int threads = p.merge.states.columns() / 4;  // of a row
   const std::int64_t most = std::max(1, kThreads / threads);
   const std::int64_t least = std::min<std::int64_t>(most, divide(kFewestThreads, threads));
   const std::int64_t held = std::max<std::int64_t>(1, resident_blocks() - 1);
@@ -208,7 +209,7 @@ void launch(const ExchangeParams& p, const ExchangeRoute& route, std::int64_t ro
             cudaStream_t stream) {
   dim3 grid, block;
   launch_of(p, rows, grid, block);
-  const bool wide = is_aligned<4>(p.merge.out, p.merge.dtype);
+  const bool wide = is_wide_result<4>(p.merge, p.merge.states.dim);
   launch_overlapping<kKernel>(Task{route, p, wide}, grid, block, p.overlap, stream);
 }
 
@@ -221,17 +222,16 @@ void launch(const ExchangeParams& p, const ExchangeRoute& route, std::int64_t ro
 Push push_of(const ExchangeParams& p) {
   const MergeParams& m = p.merge;
   if (p.peers.ranks > PeerView::kMostRanks) refuse(std::to_string(p.peers.ranks) + " ranks");
-  if (m.states.dim % kHeadDimStep != 0 || m.states.dim > kMaxValueDim)
-    refuse("value_dim " + std::to_string(m.states.dim));
+  if (m.states.dim > kMaxValueDim) refuse("value_dim " + std::to_string(m.states.dim));
   if (m.rows != nullptr) refuse("sharded queries");
   if (m.states.rows > p.capacity)
     throw InputError("exchange of " + std::to_string(m.states.rows) +
                      " states; the peer buffers were made for " + std::to_string(p.capacity));
-  const PeerBufferLayout layout{p.capacity, m.states.dim, p.peers.ranks};
+  const PeerBufferLayout layout{p.capacity, m.states.columns(), p.peers.ranks};
   if (layout.total() >= std::int64_t{1} << 32)  // offsets in a peer buffer have 32 bits
     refuse("peer buffers of " + std::to_string(layout.total()) + " bytes");
   if (p.push != Push::automatic) return p.push;
-  return choose_push(m.states.rows, m.states.dim, p.peers.ranks, p.pushed);
+  return choose_push(m.states.rows, m.states.columns(), p.peers.ranks, p.pushed);
 }
 
 void exchange(const ExchangeParams& p, cudaStream_t stream) {
@@ -248,7 +248,7 @@ void exchange(const ExchangeParams& p, cudaStream_t stream) {
 }
 
 std::size_t peer_buffer_bytes(std::int64_t rows, int dim, int ranks) {
-  return static_cast<std::size_t>(PeerBufferLayout{rows, dim, ranks}.total());
+  return static_cast<std::size_t>(PeerBufferLayout{rows, padded_dim(dim), ranks}.total());
 }
 
 // On two H200s (docs/notes/exchange.md) the bytes and merges that the second trip saves pay for it

@@ -177,7 +177,7 @@ __global__ __launch_bounds__(kThreads,
 /// the multiprocessors allow. Returns the levels that a thread folds alone.
 int launch_of(const ExchangeParams& p, int levels, int multiprocessors, dim3& grid, dim3& block) {
   const auto divide = [](std::int64_t a, std::int64_t b) { return (a + b - 1) / b; };
-  const int columns = p.merge.states.dim / 4;
+  const int columns = p.merge.states.columns() / 4;
   int alone = std::min(levels, kAloneLevels);
   while (columns << (levels - alone) > kThreads) ++alone;
   const int planes = 1 << (levels - alone), threads = columns * planes;  // of a row
@@ -205,7 +205,7 @@ void exchange_parts(const WorkPlan& plan, const ExchangeParams& p, int multiproc
                     small(p.merge.heads),
                     log2_ceil(plan.splits),
                     plan.numbers};
-  const PartsTask task{parts, make_route(p), p, is_aligned<4>(p.merge.out, p.merge.dtype)};
+  const PartsTask task{parts, make_route(p), p, is_wide_result<4>(p.merge, p.merge.states.dim)};
   dim3 grid, block;
   const int alone = launch_of(p, parts.levels, multiprocessors, grid, block);
   for_levels<kAloneLevels + 1>(alone, [&](auto alone_levels) {

@@ -49,10 +49,10 @@ struct ExchangeRoute {
 inline ExchangeRoute make_route(const ExchangeParams& p) {
   const PeerView& view = p.peers;
   const StateSlots& states = p.merge.states;
-  const PeerBufferLayout layout{p.capacity, states.dim, view.ranks};
+  const PeerBufferLayout layout{p.capacity, states.columns(), view.ranks};
   const auto small = [](std::int64_t value) { return static_cast<std::uint32_t>(value); };
   ExchangeRoute r{.rows = small(states.rows),
-                  .row_bytes = small(states.dim * 4),
+                  .row_bytes = small(states.columns() * 4),
                   .o = small(StateSlots::stats_bytes(states.rows)),
                   .peers = small(view.ranks - 1),
                   .own_state = reinterpret_cast<const std::byte*>(states.stats(view.rank)),

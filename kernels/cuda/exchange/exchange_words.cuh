@@ -133,20 +133,22 @@ __device__ void clear_slots(const ExchangeRoute& r, const Turn& turn, std::uint3
 /// the batch are left alone.
 struct ResultRow {
   std::uint32_t token;
+  int column;
   RowEpilogue end;
   ResultPlace place;
   bool is_wanted;
 
   __device__ ResultRow(const MergeParams& m, const ExchangeRoute& r, std::uint32_t row,
-                       unsigned column)
+                       unsigned of_column)
       : token(r.heads(row)),
+        column(static_cast<int>(of_column)),
         end(m, static_cast<int>(row - token * m.heads)),
-        place(m, token, static_cast<int>(row - token * m.heads), static_cast<int>(column)),
+        place(m, token, static_cast<int>(row - token * m.heads), column),
         is_wanted(in_batch(m.batch, token)) {}
 
   template <int kColumns>
   __device__ void store(const MergeParams& m, const StateColumns<kColumns>& row, bool wide) const {
-    if (is_wanted) store_result(m, place, row, wide);
+    if (is_wanted) store_result(m, place, row, m.states.dim - column, wide);
   }
 };
 

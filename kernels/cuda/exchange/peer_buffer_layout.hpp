@@ -34,7 +34,7 @@ struct Watch {
 
 struct PeerBufferLayout {
   std::int64_t rows;  // capacity
-  int dim;
+  int dim;            // of a row of states, padded
   int ranks;
 
   static LONGSPAN_HD std::int64_t round_up(std::int64_t bytes) { return (bytes + 127) / 128 * 128; }

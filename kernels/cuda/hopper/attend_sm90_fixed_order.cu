@@ -25,8 +25,8 @@ auto with_instance(const AttendParams& params, const Run& run) {
 Brings brings_of(const KvRows& rows, const AttendParams& params) {
   if (!params.pages && rows.dense() && cuda::is_aligned<8>(rows, params.dtype))
     return Brings::boxes;
-  return cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks ? Brings::chunks
-                                                                        : Brings::elements;
+  const cuda::Access access = cuda::access_of(rows, params.pages, 2, params.head_dim);
+  return access == cuda::Access::chunks ? Brings::chunks : Brings::elements;
 }
 Brings brings_of(const TokenRows& rows, const AttendParams& params) {
   if (!cuda::is_aligned<8>(rows, params.dtype)) return Brings::elements;

@@ -10,10 +10,11 @@ namespace longspan::kernels::sm90 {
 namespace {
 
 /// Whether there is an instance for the heads, with 16-bit products, whose keys and values have one
-/// width.
+/// width. TMA copies 16 bytes at a time.
 bool has_instance(const AttendParams& params, cuda::Family family) {
   return params.dtype != DType::fp32 && params.head_dim >= kLeastDim &&
-         params.head_dim == params.value_dim && params.head_dim <= cuda::widest(family);
+         params.head_dim == params.value_dim && params.head_dim <= cuda::widest(family) &&
+         params.head_dim % 8 == 0;
 }
 
 /// The requirements of the kernels that fold a row's keys in one pass, whatever their products.
@@ -27,7 +28,8 @@ bool is_one_pass(const AttendParams& params) {
 /// Whether PageProducer can read the pages, in tiles that have it (Tile::kPages).
 bool is_in_chunks(const AttendParams& params) {
   const auto chunks = [&](const KvRows& rows) {
-    return rows.dense() && cuda::access_of(rows, params.pages, 2) == cuda::Access::chunks;
+    return rows.dense() &&
+           cuda::access_of(rows, params.pages, 2, params.head_dim) == cuda::Access::chunks;
   };
   return params.head_dim > 80 && params.head_dim <= 192 && params.kv_dtype == params.dtype &&
          chunks(params.k) && chunks(params.v);

@@ -169,7 +169,7 @@ class Fp32Products {
       for (int c = 0; c < Traits::kValueDim / 64; ++c) {
         const float(&o)[4] = state.o[r * (Traits::kValueDim / 64) + c];
         const int d = c * 64 + lane * 4;
-        if (d < p.value_dim) store(d, make_float4(o[0], o[1], o[2], o[3]));
+        if (d < to.columns) store(d, make_float4(o[0], o[1], o[2], o[3]));
       }
     }
   }

@@ -20,10 +20,12 @@ namespace longspan::kernels::cuda {
 
 // ---- loads ----------------------------------------------------------------------------------
 
-/// Elements d ... d + 3 of a row that begins at element `row`, as fp32 (exact).
-__device__ inline float4 load_four(const KvRows& source, DType dtype, std::int64_t row, int d) {
+/// Elements d ... d + 3 of a row that begins at element `row`, as fp32 (exact); zeros from `dim`
+/// on.
+__device__ inline float4 load_four(const KvRows& source, DType dtype, std::int64_t row, int d,
+                                   int dim) {
   const auto element = [&](int i) {
-    return load_element(source.data, dtype, row + source.column(d + i));
+    return d + i < dim ? load_element(source.data, dtype, row + source.column(d + i)) : 0.0f;
   };
   return make_float4(element(0), element(1), element(2), element(3));
 }
@@ -54,8 +56,9 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
                                  int dim, int kv_head, const Sequence& sequence, const View& view,
                                  std::int64_t first, int column) {
   // Whether cp.async may load the rows; those of another type or layout go through registers.
-  const bool direct = Traits::kPlain || (p.kv_dtype == DType::fp32 && source.dense() &&
-                                         aligned_rows(source, p.pages, source.page_stride));
+  const bool direct =
+      Traits::kPlain || (p.kv_dtype == DType::fp32 && source.dense() && dim % 4 == 0 &&
+                         aligned_rows(source, p.pages, source.page_stride));
   for (int index = static_cast<int>(threadIdx.x); index < kCount * kColumns / 4;
        index += Traits::kThreads) {
     const int row = index / (kColumns / 4), quad = index % (kColumns / 4) * 4;
@@ -71,7 +74,7 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
           valid ? stored_row(source, p.pages, sequence, key, kv_head) : std::int64_t{0};
       if (!direct) {
         *reinterpret_cast<float4*>(place) =
-            valid ? load_four(source, p.kv_dtype, offset, column + quad) : float4{};
+            valid ? load_four(source, p.kv_dtype, offset, column + quad, dim) : float4{};
         continue;
       }
       if (valid) from += offset + column + quad;
@@ -85,8 +88,8 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
 template <class Traits>
 __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
                                          const Sequence& sequence, const TileCoord& work) {
-  const bool direct = Traits::kPlain || (p.q_dtype == DType::fp32 && aligned_rows(p.q, {}, 0) &&
-                                         p.q.gap.elements % 4 == 0);
+  const bool direct = Traits::kPlain || (p.q_dtype == DType::fp32 && p.head_dim % 4 == 0 &&
+                                         aligned_rows(p.q, {}, 0) && p.q.gap.elements % 4 == 0);
   for (int i = static_cast<int>(threadIdx.x); i < Traits::kRows * Traits::kDim / 4;
        i += Traits::kThreads) {
     const int row = i / (Traits::kDim / 4), d = i % (Traits::kDim / 4) * 4;
@@ -101,7 +104,8 @@ __device__ inline void load_fp32_queries(float* queries, const AttendParams& p,
     } else {
 #pragma unroll
       for (int n = 0; n < 4; ++n)
-        place[n] = valid ? load_element(p.q.data, p.q_dtype, offset + n) : 0.0f;
+        place[n] =
+            valid && d + n < p.head_dim ? load_element(p.q.data, p.q_dtype, offset + n) : 0.0f;
     }
   }
   arch::commit_copies();  // also if no segment follows: the next work tile waits for them

@@ -216,10 +216,10 @@ class MalformedOptions : public Malformed {
               o.kv_heads = c.of({-2, 0, 1, 3, kMostInt});
             },
             [&c, &o] {
-              o.head_dim = c.of({-32, 0, 8, 20, 64, 576, 584, kMostInt});
+              o.head_dim = c.of({-32, 0, 1, 8, 21, 64, 576, 577, kMostInt});
             },
             [&c, &o] {
-              o.value_dim = c.of({-32, 0, 8, 20, 64, 512, 520});
+              o.value_dim = c.of({-32, 0, 1, 8, 21, 64, 512, 513});
             },
             [&c, &o] { o.dtypes.compute = c.dtype(); },
             [&c, &o] { o.dtypes.query = c.dtype(); },

@@ -37,6 +37,9 @@ TEST(HostGradients, EachFeatureAlone) {
        {causal, HostShape{.query_len = {150}, .kv_len = {150}},
         HostShape{.heads = 2, .kv_heads = 2, .query_len = {70}, .kv_len = {200}},
         HostShape{.heads = 6, .kv_heads = 1, .dim = 40, .query_len = {33}, .kv_len = {129}},
+        HostShape{.heads = 6, .kv_heads = 1, .dim = 21, .query_len = {33}, .kv_len = {129}},
+        HostShape{.dim = 1, .query_len = {20}, .kv_len = {129}, .mask = {.causal = true}},
+        HostShape{.dim = 203, .query_len = {20}, .kv_len = {129}, .mask = {.causal = true}},
         HostShape{.query_len = {140}, .kv_len = {300}, .mask = {.causal = true, .window = 50}},
         HostShape{.query_len = {140}, .kv_len = {300}, .mask = {.window = 50, .right = 20}},
         HostShape{.query_len = {90}, .kv_len = {90}, .softcap = 1.5f}})

@@ -72,8 +72,9 @@ class Draw {
     p.q_dtype = p.kv_dtype != p.dtype && chance(2) ? p.kv_dtype : p.dtype;
     p.kv_heads = static_cast<int>(up_to(8));
     p.heads = p.kv_heads * static_cast<int>(up_to(16));
-    p.head_dim = one_of({64, 128, 8 * static_cast<int>(up_to(32)), 576});
-    p.value_dim = chance(5) ? 8 * static_cast<int>(up_to(64)) : std::min(p.head_dim, kMaxValueDim);
+    p.head_dim =
+        one_of({64, 128, 8 * static_cast<int>(up_to(32)), static_cast<int>(up_to(256)), 576});
+    p.value_dim = chance(5) ? static_cast<int>(up_to(512)) : std::min(p.head_dim, kMaxValueDim);
     p.batch.size = static_cast<int>(chance(3) ? 1 : up_to(200));
     p.tokens = p.batch.size - 1 + up_to(chance(2) ? 64 : 6000);
     if (chance(3)) p.max_query_len = (p.tokens + p.batch.size - 1) / p.batch.size - 1 + up_to(40);
@@ -199,6 +200,13 @@ TEST(KernelFamilies, TheFirstOfTheTableThatAcceptsServes) {
        }},
       {"portable", kLong, [](AttendParams& p) { p.shard.layout = Layout::listed; }},
       {"portable", kLong, [](AttendParams& p) { p.head_dim = p.value_dim = 40; }},
+      {"portable", kLong, [](AttendParams& p) { p.head_dim = p.value_dim = 125; }},
+      {"portable", kLong,
+       [](AttendParams& p) {
+         p.head_dim = p.value_dim = 100;
+         p.invariant = true;
+       }},
+      {"decode", kShort, [](AttendParams& p) { p.head_dim = p.value_dim = 125; }},
       {"portable", kLong, [](AttendParams& p) { p.head_dim = 192; }},
       {"portable", kShort, [](AttendParams& p) { p.head_dim = 192; }},
       {"fp32", kLong, [](AttendParams& p) { p.head_dim = 576; }},

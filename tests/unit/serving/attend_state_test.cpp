@@ -770,7 +770,7 @@ TEST_F(AttendStateTest, FinishAndExportRefuseByName) {
            }},
       },
       finish_it);
-  expect_refused<Unsupported>(ops, {{"value_dim 12", [](Call& c) { c.f.out.shape[2] = 12; }}},
+  expect_refused<Unsupported>(ops, {{"value_dim 513", [](Call& c) { c.f.out.shape[2] = 513; }}},
                               finish_it);
   expect_refused<InputError>(
       ops,

@@ -244,8 +244,8 @@ TEST(KernelsRefusals, SegmentedAttentionRefusesByName) {
               {"out is missing", [](A& a, ServingCalls&) { a.attention.out = {}; }}},
       [](ServingCalls& p) { return p.segmented(); }, call);
   refuse_all<Unsupported, A>(
-      {{"head_dim 12",
-        [](A& a, ServingCalls&) { a.attention.q.shape[2] = a.attention.k_cache.shape[3] = 12; }},
+      {{"head_dim 577",
+        [](A& a, ServingCalls&) { a.attention.q.shape[2] = a.attention.k_cache.shape[3] = 577; }},
        {"fp8_products is not supported by calls over a paged cache",
         [](A& a, ServingCalls&) { a.attention.dtypes.fp8_products = true; }}},
       [](ServingCalls& p) { return p.segmented(); }, call);

@@ -29,7 +29,7 @@ struct Operands {
   Rows new_v;  // and are written there before the attention; or null
   Rope rope;   // of new_k; q is rotated already
 
-  // Each holds for all keys of a head.
+  // Each holds for all keys of a head, in all sequences or in one.
   ScaleView q_scale;  // with k_scale, factors of every product, applied first
   ScaleView k_scale;
   ScaleView v_scale;  // of o, in the state
@@ -87,8 +87,8 @@ struct Scratch {
 /// splits the keys into calls, with or without `invariant`.
 struct AttendParams : Geometry, Operands, StateTarget, Scratch {
   /// The scale of the scores, including the scales of a quantised q and k.
-  LONGSPAN_HD float scale(int kv_head) const {
-    return score.scale * q_scale.of(kv_head) * k_scale.of(kv_head);
+  LONGSPAN_HD float scale(int sequence, int kv_head) const {
+    return score.scale * q_scale.of(sequence, kv_head) * k_scale.of(sequence, kv_head);
   }
 };
 

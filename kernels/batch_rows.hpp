@@ -80,4 +80,11 @@ LONGSPAN_HD inline CacheRow cache_row(const AppendParams& p, std::int64_t token)
   return {page, page < 0 ? -1 : key % p.pages.size};
 }
 
+/// The scales of new row `token` at its place in the cache, as those of one sequence.
+LONGSPAN_HD inline ScaleView scales_at(const AppendParams& p, const ScaleView& scales,
+                                       std::int64_t token, const CacheRow& at) {
+  const int b = scales.sequence_stride == 0 ? 0 : sequence_of_row(p.batch, token);
+  return scales.of_sequence(b).of_row(at.page, at.row);
+}
+
 }  // namespace longspan::kernels

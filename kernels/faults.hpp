@@ -145,7 +145,8 @@ LONGSPAN_HD void check_sequence(const CheckParams& check, int b, Lane own, const
   if (p.max_kv_len > 0 && kv_len > p.max_kv_len)
     return report(Fault::too_long, b, p.max_kv_len, kv_len);
   if (check.rope_positions > 0) {
-    const std::int64_t needed = farthest_position(p.whole_query_len(b), kv_len) + 1;
+    const std::int64_t needed =
+        farthest_position(p.first_position(b, kv_len), p.used_query_len(b)) + 1;
     if (needed > check.rope_positions) return report(Fault::rope, b, check.rope_positions, needed);
   }
   if (check.parts && check.parts.keys > 0) {

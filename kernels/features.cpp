@@ -20,6 +20,8 @@ constexpr const char *kBoth = "layer, calls", *kLayer = "layer", *kCalls = "call
 constexpr Feature kFeatures[] = {
     // name, meaning, by, host, cuda, asked
     {"causal", "by global position", kBoth, kYes, kYes, [](const P& p) { return p.mask.causal; }},
+    {"first rows", "queries at the first positions of their sequence (upper left)", kBoth, kYes,
+     kYes, [](const P& p) { return p.mask.alignment == Alignment::upper_left; }},
     {"window", "sliding, to the left and to the right", kBoth, kYes, kYes,
      [](const P& p) { return p.mask.window > 0 || p.mask.right >= 0; }},
     {"causal per sequence", "a flag for each sequence of the batch", kBoth, kYes, kYes,
@@ -45,8 +47,9 @@ constexpr Feature kFeatures[] = {
      kYes, [](const P& p) { return !p.k.dense() || !p.v.dense(); }},
     {"value_dim", "values of another width than keys", kBoth, kYes, kYes,
      [](const P& p) { return p.head_dim != p.value_dim; }},
-    {"fp8 keys and values", "e4m3 and e5m2, a scale for the tensor or each kv head", kBoth, kYes,
-     kYes, [](const P& p) { return is_fp8(p.kv_dtype); }},
+    {"fp8 keys and values",
+     "e4m3 and e5m2, a scale for the tensor, each kv head, or each sequence and kv head", kBoth,
+     kYes, kYes, [](const P& p) { return is_fp8(p.kv_dtype); }},
     {"fp8 queries", "e4m3 and e5m2 with a scale", kBoth, kYes, kYes,
      [](const P& p) { return is_fp8(p.q_dtype); }},
     {"ranges of a batch", "a table of cuts for each sequence", kBoth, kYes, kYes,

@@ -85,7 +85,7 @@ struct Geometry {
     const std::int32_t* start = batch.whole_query_start;
     return start != nullptr ? start[b + 1] - start[b] : queries.length;
   }
-  /// Those that are used. They are the last positions of the sequence.
+  /// Those that are used: the first ones.
   LONGSPAN_HD std::int64_t used_query_len(int b) const {
     return batch.used_rows != nullptr ? batch.used_rows[b] : whole_query_len(b);
   }
@@ -94,14 +94,20 @@ struct Geometry {
   LONGSPAN_HD std::int64_t query_index(int b, std::int64_t token) const {
     return queries.ranks == 1 ? token : sharded_query_index(*this, b, token);
   }
+  /// The position in the sequence of the first query row of sequence b, on any rank.
+  LONGSPAN_HD std::int64_t first_position(int b, std::int64_t kv_len) const {
+    return mask.first_row(used_query_len(b), kv_len);
+  }
   /// The position in the sequence of the rank's row `token` of sequence b.
   LONGSPAN_HD std::int64_t query_position(int b, std::int64_t token, std::int64_t kv_len) const {
-    return kv_len - used_query_len(b) + query_index(b, token);
+    return first_position(b, kv_len) + query_index(b, token);
   }
   /// Which positions the queries of sequence b see.
   LONGSPAN_HD MaskRule mask_rule(int b, std::int64_t kv_len) const {
     const std::int64_t padding = batch.padding(b);
-    MaskRule rule{mask, documents.for_sequence(b), kv_len, padding < kv_len ? padding : kv_len};
+    const bool lower_right = mask.alignment == Alignment::lower_right;
+    MaskRule rule{mask, documents.for_sequence(b), kv_len, lower_right ? kv_len : used_query_len(b),
+                  padding < kv_len ? padding : kv_len};
     rule.mask.causal = is_causal(b);
     return rule;
   }

@@ -78,10 +78,10 @@ struct RotateParams {
 
   /// The position of row `token` of sequence b.
   LONGSPAN_HD std::int64_t position(int b, std::int64_t token) const {
-    const std::int64_t kv_len = geometry.batch.keys(b, geometry.shard);
-    const std::int64_t found =
-        geometry.query_position(b, token - geometry.batch.first_row(b), kv_len);
-    return found < kv_len ? found : kv_len - 1;  // rows that are not used need no angles of theirs
+    const std::int64_t first = geometry.first_position(b, geometry.batch.keys(b, geometry.shard));
+    const std::int64_t index = geometry.query_index(b, token - geometry.batch.first_row(b)),
+                       used = geometry.used_query_len(b);
+    return first + (index < used ? index : used - 1);  // rows that are not used need no angles
   }
 };
 

@@ -49,21 +49,24 @@ struct RowOrder {
 };
 
 /// What the rows of one sequence see, by position: its mask, its documents and its padding. One
-/// function says it for all users. Rows past the keys, which a sequence has if not all of its rows
-/// are used, see nothing.
+/// function says it for all users. Rows that are not used see nothing.
 struct MaskRule {
   static constexpr int kIntervals = 1;
 
   Mask mask;  // with the causal flag of the sequence
   Documents documents;
   std::int64_t kv_len = 0;     // keys of the sequence, on all ranks
-  std::int64_t first_key = 0;  // those before it are padding; at most kv_len
+  std::int64_t row_end = 0;    // the position behind the last used row
+  std::int64_t first_key = 0;  // keys before it are padding; at most kv_len
 
   /// The keys that the row at a position sees.
   LONGSPAN_HD RowKeys<kIntervals> operator()(std::int64_t position) const {
+    // The others see an empty interval, at the end of what the last used row sees.
+    const bool is_used = position < row_end;
+    if (!is_used) position = row_end - 1;
     Interval seen = in_document(mask.visible(position, kv_len), position);
-    const std::int64_t first = position < kv_len ? first_key : kv_len;
-    if (seen.begin < first) seen.begin = first;
+    if (seen.begin < first_key) seen.begin = first_key;
+    if (!is_used && seen.begin < seen.end) seen.begin = seen.end;
     return {{seen}};
   }
   /// The other way round: the rows, from position 0 on, that see the key at a position.
@@ -71,15 +74,20 @@ struct MaskRule {
     // Padding has no rows, and their place is the first row that sees the key behind it.
     const bool is_padding = position < first_key;
     if (is_padding) position = first_key;
-    Interval rows{0, kv_len};
+    Interval rows{0, row_end};
     if (mask.causal)
       rows.begin = position;
     else if (mask.right >= 0 && position > mask.right)
       rows.begin = position - mask.right;
-    if (mask.window > 0 && position + mask.window < kv_len) rows.end = position + mask.window;
+    if (mask.window > 0 && position + mask.window < row_end) rows.end = position + mask.window;
     rows = in_document(rows, position);
     if (is_padding) rows.end = rows.begin;
     return {{rows}};
+  }
+
+  /// The position of the first of the sequence's `rows` query rows.
+  LONGSPAN_HD std::int64_t first_row(std::int64_t rows) const {
+    return mask.first_row(rows, kv_len);
   }
 
   /// The order of rows, or of keys, whose positions ascend. `consecutive`: none is left out between
@@ -126,7 +134,7 @@ RowKeys<kCount> in_shard(const RowKeys<kCount>& keys, const Shard& shard, std::i
 }
 
 /// Rows of a rank's share of a sequence's query rows, and what they see of the keys of a shard, as
-/// local keys. Neither shard is `listed`. Used query rows are the last positions of the sequence.
+/// local keys. Neither shard is `listed`.
 template <class Rule>
 struct ShardedRows {
   Rule rule;
@@ -136,7 +144,7 @@ struct ShardedRows {
   std::int64_t unused = 0;      // of the whole rows, the last ones
 
   std::int64_t position(std::int64_t row) const {
-    return rule.kv_len - whole_rows + unused + queries.position(row, whole_rows);
+    return rule.first_row(whole_rows - unused) + queries.position(row, whole_rows);
   }
   RowKeys<Rule::kIntervals> operator()(std::int64_t row) const {
     return in_shard(rule(position(row)), keys, rule.kv_len, {0, rule.kv_len});

@@ -32,7 +32,7 @@ void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std:
                   static_cast<std::size_t>(format.row_bytes(t.dim)));
       continue;
     }
-    const float scale = t.scales.of(head);
+    const float scale = t.scales.of(0, head);
     for (int d = 0; d < t.dim; ++d) {
       const float value = t.rotations != nullptr
                               ? t.rotations->element(t.from.data, p.dtype, from, d)
@@ -48,12 +48,12 @@ void append(const AppendParams& p, ThreadPool& pool) {
   pool.run(p.tokens, [&](std::int64_t token, int) {
     const CacheRow row = cache_row(p, token);
     if (row.row < 0) return;
-    Tensors keys{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim};
+    Tensors keys{p.new_k, p.k, scales_at(p, p.k_scale, token, row), p.head_dim};
     std::optional<Rotations> rotations;
     if (p.rope) keys.rotations = &rotations.emplace(p.rope, new_position(p, token));
     store_row(p, keys, token, row.offset(p.k));
     if (p.new_v.data == nullptr) return;
-    store_row(p, {p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim}, token,
+    store_row(p, {p.new_v, p.v, scales_at(p, p.v_scale, token, row), p.value_dim}, token,
               row.offset(p.v));
   });
 }

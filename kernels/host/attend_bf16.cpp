@@ -66,7 +66,7 @@ class Bf16TileRun {
         depth_(Bf16Space::depth(params)),
         columns_(Bf16Space::columns(params)),
         blocks_((tile.rows + kBf16BlockRows - 1) / kBf16BlockRows) {
-    const float scale = p_.scale(tile.kv_head);
+    const float scale = p_.scale(tile.sequence.index, tile.kv_head);
     factor_ = p_.score.softcap == 0.0f ? scale * kLog2E : scale / p_.score.softcap;
     in_one_ = p_.score.softcap == 0.0f && !p_.bias && factor_ > 0.0f;
   }
@@ -350,7 +350,7 @@ class Bf16TileRun {
     float* const of_block = leaf(block, level, folds);
     if (!finite_) mend(seen.by[block], rows, place, of_block);
     if (p_.v_scale) {
-      const __m512 scale = _mm512_set1_ps(p_.v_scale.of(tile_.kv_head));
+      const __m512 scale = _mm512_set1_ps(p_.v_scale.of(tile_.sequence.index, tile_.kv_head));
       for (int i = 0; i < rows * padded(); i += 16)
         _mm512_store_ps(of_block + i, _mm512_mul_ps(scale, _mm512_load_ps(of_block + i)));
     }

@@ -136,7 +136,7 @@ class TileRun {
 
   void pack_queries(int head) {
     const int group = p_.heads / p_.kv_heads, kv_head = tile_.kv_head + head;
-    const float scale = p_.scale(kv_head);
+    const float scale = p_.scale(tile_.sequence.index, kv_head);
     const float factor = p_.score.softcap == 0.0f ? scale * kLog2E : scale / p_.score.softcap;
     with_type(p_.q_dtype, [&]<class T>(const T*) {
       for (int r = 0; r < tile_.rows; ++r) {
@@ -322,7 +322,8 @@ class TileRun {
     // rank are then alike, so the bits do not depend on the number of ranks, whatever the factor.
     if (p_.v_scale)
       for (int r = 0; r < tile_.rows; ++r)
-        multiply_row(p_.v_scale.of(tile_.kv_head + head), of_head + r * padded_);
+        multiply_row(p_.v_scale.of(tile_.sequence.index, tile_.kv_head + head),
+                     of_head + r * padded_);
   }
 
   void multiply_row(float factor, float* row) const {

@@ -44,7 +44,7 @@ struct Sequence {
         shard(p.shard.for_sequence(b)),
         first_row(p.batch.first_row(b)),
         query_len(p.batch.query_len(b, p.tokens)),
-        context_len(p.batch.keys(b, p.shard) - p.used_query_len(b)),
+        context_len(p.first_position(b, p.batch.keys(b, p.shard))),
         kv_len(p.batch.keys(b, p.shard)),
         first_key(p.batch.first_key(b)),
         keys(shard.local_len(kv_len)),

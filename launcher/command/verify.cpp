@@ -30,6 +30,8 @@ std::string features(const Problem& p) {
   if (!p.q_scale.empty()) text += fmt::format(" q {}", name(p.q.dtype));
   if (!p.k_scale.empty())
     text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());
+  if (p.options.mask.alignment != Alignment::lower_right)
+    text += fmt::format(" {}", name(p.options.mask.alignment));
   if (p.out_scale != 0) text += fmt::format(" out {}", name(p.out_dtype()));
   return text;
 }

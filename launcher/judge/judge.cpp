@@ -57,15 +57,18 @@ struct Findings {
   }
 };
 
-/// The factor by which a stored element of a kv head is multiplied.
-double factor_of(const std::vector<float>& scale, int kv_head) {
-  return scale.empty() ? 1.0 : scale[scale.size() == 1 ? 0 : kv_head];
+/// The factor by which a stored element of a sequence's kv head is multiplied.
+double factor_of(const std::vector<float>& scale, int sequence, int kv_head, int kv_heads) {
+  if (scale.empty()) return 1.0;
+  const auto heads = static_cast<std::size_t>(kv_heads), head = static_cast<std::size_t>(kv_head);
+  if (scale.size() == 1) return scale[0];
+  return scale[scale.size() == heads ? head : static_cast<std::size_t>(sequence) * heads + head];
 }
 
 /// Reads the keys or values of one kv head of one sequence, in order of position.
-RowMajor whole_head(const Source& source, const std::vector<float>& scale, std::int64_t first,
-                    std::int64_t count, int head, int threads) {
-  const double factor = factor_of(scale, head);
+RowMajor whole_head(const Source& source, const std::vector<float>& scale, int sequence,
+                    std::int64_t first, std::int64_t count, int head, int threads) {
+  const double factor = factor_of(scale, sequence, head, source.heads);
   RowMajor matrix(count, source.dim);
   parallel_for(count, threads, [&](std::int64_t i) {
     std::vector<float> row(source.dim);  // room for any dtype
@@ -91,17 +94,17 @@ Expected expect(const Problem& problem, std::int64_t at, int b, std::int64_t t, 
   const Options& o = problem.options;
   std::vector<float> row(o.head_dim);
   problem.q.read(at, std::int64_t{head} * o.head_dim, o.head_dim, row.data());
-  const double factor = factor_of(problem.q_scale, head / (o.heads / o.kv_heads));
+  const double factor = factor_of(problem.q_scale, b, head / (o.heads / o.kv_heads), o.kv_heads);
   Eigen::VectorXd q(o.head_dim);
   for (int d = 0; d < o.head_dim; ++d) q[d] = factor * load(row.data(), problem.q.dtype, d);
   if (o.rope.dim > 0) {
-    rotate_exactly(q, o.rope, problem.kv_lens[b] - problem.q_lens[b] + t);
+    rotate_exactly(q, o.rope, problem.position(b, t));
     for (double& element : q) element = rounded(problem.q.dtype, static_cast<float>(element));
   }
   std::optional<float> sink;
   if (!problem.sinks.empty()) sink = problem.sinks[head];
 
-  const Interval visible = problem.visible(b, problem.kv_lens[b] - problem.q_lens[b] + t);
+  const Interval visible = problem.visible(b, problem.position(b, t));
   const std::vector<double> bias = problem.bias(b, t, head);
   Exact exact =
       attend_exactly(q, keys, values, visible, problem.scale(), o.score.softcap, sink, bias);
@@ -187,9 +190,9 @@ std::vector<Findings> examine(const Communicator& world, const Problem& problem,
     const Stretch& s = stretches[number];
     const std::int64_t first_key = key_start[s.sequence], kv_len = problem.kv_lens[s.sequence];
     const RowMajor keys =
-        whole_head(problem.k, problem.k_scale, first_key, kv_len, s.kv_head, threads);
+        whole_head(problem.k, problem.k_scale, s.sequence, first_key, kv_len, s.kv_head, threads);
     const RowMajor values =
-        whole_head(problem.v, problem.v_scale, first_key, kv_len, s.kv_head, threads);
+        whole_head(problem.v, problem.v_scale, s.sequence, first_key, kv_len, s.kv_head, threads);
     parts[number].resize((s.end - s.begin) * group);
     parallel_for((s.end - s.begin) * group, threads, [&](std::int64_t p) {
       const std::int64_t i = (s.begin + p / group) % rows;

@@ -27,11 +27,10 @@ using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::Ro
 ///     right r >= 0, not causal: j - position <= r,   first_key <= j,
 ///
 /// and of the query's document. Document d of `documents`, if given, has the positions from
-/// documents[d] up to documents[d + 1]. A position outside of all, or past the keys, sees nothing.
+/// documents[d] up to documents[d + 1]. A position outside of all sees nothing.
 inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t kv_len,
                           std::span<const std::int64_t> documents = {},
                           std::int64_t first_key = 0) {
-  if (position >= kv_len) return {kv_len, kv_len};
   Interval seen{first_key, kv_len};
   const auto no_earlier = [&](std::int64_t first) { seen.begin = std::max(seen.begin, first); };
   const auto no_later = [&](std::int64_t last) { seen.end = std::min(seen.end, last + 1); };

@@ -100,6 +100,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.shard_queries = problem.queries.has_value();
   r.invariant = o.invariant;
   r.causal = o.mask.causal;
+  r.alignment = name(o.mask.alignment);
   r.window = o.mask.window;
   r.score = score_numbers(o.score);
   r.rope = o.rope;
@@ -172,9 +173,11 @@ std::string header(const Report& r) {
   for (const auto& [name, value] : r.score)
     if (value != 0) score += fmt::format("{} {} ", name, value);
   if (r.rope.dim > 0) score += rope_text(r.rope).substr(1) + " ";
+  std::string seen = r.causal ? "causal " : "full ";
+  if (r.alignment != name(Alignment::lower_right)) seen += r.alignment + " ";
   std::string text = fmt::format(
       "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
-      r.shard, r.shard_queries ? "sharded by rows" : "replicated", r.causal ? "causal " : "full ",
+      r.shard, r.shard_queries ? "sharded by rows" : "replicated", seen,
       r.window > 0 ? fmt::format("window {} ", r.window) : "", score,
       r.alibi.empty() ? "" : fmt::format("ALiBi {} ", r.alibi), r.invariant ? "invariant " : "",
       r.qkv_dtype != r.dtype ? fmt::format("q, k, v in {} ", r.qkv_dtype) : "",
@@ -235,6 +238,7 @@ ordered_json case_of(const Report& r) {
                     {"fp8_products", r.fp8_products},
                     {"bf16_products", r.bf16_products},
                     {"causal", r.causal},
+                    {"causal_alignment", r.alignment},
                     {"window", r.window}};
   for (const auto& [name, value] : r.score) made[name] = value;
   made["alibi"] = r.alibi;

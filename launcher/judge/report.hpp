@@ -53,6 +53,7 @@ struct Report {
   std::int64_t window = 0;
   ScoreNumbers score;
   RopeOptions rope;
+  std::string alignment;              // of the rows
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one
   std::size_t workspace_bytes = 0;    // of the rank that needs most

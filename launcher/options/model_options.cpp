@@ -82,6 +82,7 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
                  "How many keys a row sees up to its own position, that one included")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
+  add_alignment(app, o.mask.alignment, work);
   const char* spread = "How it is spread over the ranks";
   app.add_option("--shard", o.shard, shard_text())->group(spread)->capture_default_str();
   app.add_option("--max-workspace", o.max_workspace, "Bytes of workspace on a rank [no limit]")

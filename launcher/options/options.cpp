@@ -207,6 +207,7 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
          "number for all")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
+  add_alignment(app, o.mask.alignment, attention);
   visit_score_options(o.score, [&](const OptionInfo& option, auto& value) {
     if (option.help != nullptr) add_number(app, option, value, attention);
   });

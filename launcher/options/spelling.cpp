@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "launcher/options/numbers.hpp"
+#include "longspan/option_table.hpp"
 #include "longspan/strategy.hpp"
 
 namespace longspan::launcher {
@@ -71,6 +72,19 @@ CLI::Validator one_of(std::vector<std::string> words) {
                            suggestion(text, words));
       },
       "");
+}
+
+void add_alignment(CLI::App& app, Alignment& alignment, const std::string& group) {
+  app.add_option_function<std::string>(
+         "--causal-alignment",
+         [&alignment](const std::string& text) {
+           alignment = choice_named<Alignment>(text).value_or(alignment);
+         },
+         "Which positions the rows have: the last of the sequence (lower_right), or the first "
+         "(upper_left)")
+      ->check(one_of(choice_names<Alignment>()))
+      ->default_str(name(alignment))
+      ->group(group);
 }
 
 }  // namespace longspan::launcher

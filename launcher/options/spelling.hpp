@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "longspan/mask.hpp"
+
 namespace longspan::launcher {
 
 /// The only candidate that begins with `word`, or else the one with the fewest edits (a letter
@@ -19,5 +21,8 @@ std::vector<std::string> strategy_names(std::vector<std::string> others = {});
 
 /// Takes one of `words`. A refusal lists them.
 CLI::Validator one_of(std::vector<std::string> words);
+
+/// Adds --causal-alignment.
+void add_alignment(CLI::App& app, Alignment& alignment, const std::string& group);
 
 }  // namespace longspan::launcher

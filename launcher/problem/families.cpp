@@ -463,6 +463,17 @@ void quantise(Problem& p, std::optional<DType> q, std::optional<DType> kv, bool 
   }
 }
 
+/// Gives each sequence its own scales: the stored elements then stand for other numbers.
+void scale_sequences(Problem& p, std::uint64_t seed) {
+  std::uint32_t tensor = 9;
+  for (std::vector<float>* scale : {&p.q_scale, &p.k_scale, &p.v_scale}) {
+    ++tensor;
+    if (scale->empty()) continue;
+    *scale = draw(seed, tensor, std::int64_t{p.batch()} * p.options.kv_heads);
+    for (float& value : *scale) value = 0.3f + 0.2f * std::abs(value);
+  }
+}
+
 Family biases(const Sweep& sweep) {
   Family family;
   for (DType dtype : kDTypes) {
@@ -502,7 +513,11 @@ Family fp8(const Sweep& sweep) {
           quantise(p, fp8_q ? std::optional(kv) : std::nullopt, kv, per_head, sweep.seed);
           p.keys = rule({Layout::interleaved, 16});
           if (fp8_q) p.cache = {32, per_head};
-          family.problems.push_back(std::move(p));
+          family.problems.push_back(p);
+          if (per_head) {
+            scale_sequences(p, sweep.seed);
+            family.problems.push_back(std::move(p));
+          }
         }
       }
     }
@@ -563,6 +578,40 @@ Family serving(const Sweep& sweep) {
   return family;
 }
 
+/// Query rows at the first positions of their sequences, with all options: fewer rows than keys, as
+/// many, and more.
+Family upper_left(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 15);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(12, 40, 300); ++i) {
+    Shape shape = any_shape(random, kDTypes[i % 3], sweep.pick(1500, 3000, 9000));
+    if (chance(3)) shape.kv_lens[0] = below(random, static_cast<int>(shape.q_lens[0]) + 1);
+    const int batch = 1 + below(random, 3);
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 60));
+      shape.kv_lens.push_back(below(random, chance(2) ? 60 : 700));
+    }
+    Problem p = make(sweep, shape, 1500 + i);
+    p.options.mask.alignment = Alignment::upper_left;
+    p.options.mask.causal = !chance(3);
+    if (chance(3)) p.options.mask.window = 1 + below(random, 400);
+    if (chance(4)) p.options.mask.right = below(random, 100);
+    if (chance(3)) p.options.score.softcap = 5.0f;
+    if (chance(3)) p.sinks = draw_sinks(p, i);
+    if (chance(3)) take_slopes(p, pick(random, {Alibi::context, Alibi::query, Alibi::sqrt}));
+    if (chance(3)) take_drafts(p, i);
+    if (chance(3)) p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2))};
+    p.options.invariant = chance(2);
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (!chance(3)) p.queries.reset();
+    if (chance(3)) p.cache = {16, false};
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"shards", shards},
                                    {"masks", masks},
@@ -577,7 +626,8 @@ constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"paged", paged},
                                    {"biases", biases},
                                    {"fp8", fp8},
-                                   {"serving", serving}};
+                                   {"serving", serving},
+                                   {"upper left", upper_left}};
 
 }  // namespace
 

@@ -117,11 +117,15 @@ double Problem::visible_pairs() const {
   double pairs = 0;
   for (int b = 0; b < batch(); ++b) {
     for (std::int64_t t = 0; t < q_lens[b]; ++t) {
-      const Interval seen = visible(b, kv_lens[b] - q_lens[b] + t);
+      const Interval seen = visible(b, position(b, t));
       if (!seen.empty()) pairs += static_cast<double>(seen.end - seen.begin);
     }
   }
   return pairs;
+}
+
+std::int64_t Problem::position(int b, std::int64_t t) const {
+  return options.mask.alignment == Alignment::upper_left ? t : kv_lens[b] - q_lens[b] + t;
 }
 
 Interval Problem::visible(int b, std::int64_t position) const {
@@ -134,7 +138,7 @@ Interval Problem::visible(int b, std::int64_t position) const {
 std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
   if (slopes.empty() && qq_bias.empty()) return {};
   std::vector<double> bias(kv_lens[b]);
-  const std::int64_t context = kv_lens[b] - q_lens[b];
+  const std::int64_t context = position(b, 0);
   for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
     const std::int64_t column = j - context;  // counted from the first new token
     if (!slopes.empty()) {
@@ -240,9 +244,14 @@ void Trial::take_features() {
   if (p.slopes_of_sequences())
     args_.slopes = {
         static_cast<const float*>(slopes_.data()), {p.batch(), p.options.heads}, device};
-  args_.q_scale = floats(q_scale_, p.q_scale);
-  args_.k_scale = floats(k_scale_, p.k_scale);
-  args_.v_scale = floats(v_scale_, p.v_scale);
+  const auto scales = [&](Buffer& buffer, const std::vector<float>& values) {
+    const Tensor flat = floats(buffer, values);
+    if (values.size() <= static_cast<std::size_t>(p.options.kv_heads)) return flat;
+    return Tensor(flat.data, DType::fp32, {p.batch(), p.options.kv_heads}, device);
+  };
+  args_.q_scale = scales(q_scale_, p.q_scale);
+  args_.k_scale = scales(k_scale_, p.k_scale);
+  args_.v_scale = scales(v_scale_, p.v_scale);
   if (p.out_scale != 0) args_.out_scale = floats(out_scale_, {p.out_scale});
   if (!p.qq_bias.empty()) {
     qq_bias_ = on_device(device, p.qq_bias);

@@ -46,7 +46,8 @@ struct Problem {
   std::vector<std::uint8_t> causal;        // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;     // [batch, count + 1] starts and end; or none
   std::vector<std::int32_t> left_padding;  // of each sequence; or none
-  std::vector<float> q_scale, k_scale, v_scale;  // [1] or [kv_heads], where sources are fp8
+  std::vector<float> q_scale, k_scale, v_scale;  // [1], [kv_heads] or [batch, kv_heads],
+                                                 // where sources are fp8
   float out_scale = 0;                           // out = result / out_scale; 0: none
   CacheLayout cache;
   Cut keys;
@@ -74,6 +75,8 @@ struct Problem {
     return static_cast<std::size_t>(options.heads * storage_of(out_dtype()).row_bytes(value_dim()));
   }
   Interval visible(int b, std::int64_t position) const;
+  /// The position of row t of sequence b.
+  std::int64_t position(int b, std::int64_t t) const;
   /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
   /// The number of (row, key) pairs that the mask allows, each with 2 heads (head_dim + value_dim)

@@ -15,7 +15,7 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would double
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
-    from ._types import Alibi, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
+    from ._types import Alibi, Alignment, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
 ALONE = object()  # as `comm`, where a function means one process and needs no warning
 
@@ -23,7 +23,7 @@ Phases = namedtuple("Phases", "attend exchange merge")
 Phases.__doc__ = "Milliseconds of a run on this rank."
 
 
-def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
+def _after_append(cache_seqlens, new, starts, name="k_new", starts_name="cu_seqlens_q"):
     """Lengths that count the new keys, of lengths before them: `new` has those of all sequences."""
     if cache_seqlens is None:
         return None
@@ -33,24 +33,24 @@ def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
     if len(shape) < 3:
         raise InputError(f"{name} has {len(shape)} dimensions; [tokens, heads, dim] is wanted")
     more = shape[-3]  # of each sequence
-    if cu_seqlens_q is not None:
-        if isinstance(cu_seqlens_q, (list, tuple)):
-            more = [b - a for a, b in zip(cu_seqlens_q, cu_seqlens_q[1:])]
-        elif getattr(cu_seqlens_q, "shape", ()):
-            more = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    if starts is not None:
+        if isinstance(starts, (list, tuple)):
+            more = [b - a for a, b in zip(starts, starts[1:])]
+        elif getattr(starts, "shape", ()):
+            more = starts[1:] - starts[:-1]
         else:
-            raise TypeError(f"cu_seqlens_q is of type '{type(cu_seqlens_q).__name__}'; an array is wanted")
+            raise TypeError(f"{starts_name} is of type '{type(starts).__name__}'; an array is wanted")
     if isinstance(cache_seqlens, (list, tuple)):
         if isinstance(more, int):
             return [length + more for length in cache_seqlens]
         if len(more) != len(cache_seqlens):
-            raise InputError(f"cu_seqlens_q has {len(more) + 1} entries and cache_seqlens "
+            raise InputError(f"{starts_name} has {len(more) + 1} entries and cache_seqlens "
                              f"{len(cache_seqlens)}; there is one more of them")
         return [length + int(n) for length, n in zip(cache_seqlens, more)]
     if isinstance(more, list):
         if not getattr(cache_seqlens, "shape", ()) or cache_seqlens.shape[0] != len(more):
-            raise InputError("cu_seqlens_q and cache_seqlens do not fit: there is one more entry of "
-                             "cu_seqlens_q")
+            raise InputError(f"{starts_name} and cache_seqlens do not fit: there is one more entry of "
+                             f"{starts_name}")
         made = cache_seqlens + 0
         for i, n in enumerate(more):
             made[i] += n
@@ -58,9 +58,18 @@ def _after_append(cache_seqlens, new, cu_seqlens_q, name="k_new"):
     if not hasattr(cache_seqlens, "__add__") or isinstance(cache_seqlens, str):
         raise TypeError(f"cache_seqlens is of type '{type(cache_seqlens).__name__}'; an array is wanted")
     if not isinstance(more, int) and tuple(more.shape) != tuple(getattr(cache_seqlens, "shape", more.shape)):
-        raise InputError(f"cu_seqlens_q is {list(cu_seqlens_q.shape)} and cache_seqlens "
+        raise InputError(f"{starts_name} is {list(starts.shape)} and cache_seqlens "
                          f"{list(cache_seqlens.shape)}; [batch + 1] and [batch] are wanted")
     return cache_seqlens + more
+
+
+def _with_new_keys(cache_seqlens, k_new, cu_seqlens_q, cu_seqlens_k_new):
+    """Lengths that count the new keys of a run, whose rows are those of q unless cu_seqlens_k_new says otherwise."""
+    if cu_seqlens_k_new is None:
+        if len(getattr(k_new, "shape", ())) == 4:
+            cu_seqlens_q = None  # each sequence has as many
+        return _after_append(cache_seqlens, k_new, cu_seqlens_q)
+    return _after_append(cache_seqlens, k_new, cu_seqlens_k_new, starts_name="cu_seqlens_k_new")
 
 
 def _rotary_dim(q, rotary_cos, rope_theta, rope_scale):
@@ -89,14 +98,17 @@ def attend(
     causal: bool | Numbers = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    causal_alignment: Alignment = "lower_right",
     softcap: float = 0.0,
     alibi_slopes: Numbers | None = None,
     sinks: Numbers | None = None,
     cu_seqlens_q: Numbers | None = None,
     cache_seqlens: Numbers | None = None,
     block_table: Array | None = None,
+    cache_batch_idx: Numbers | None = None,
     k_new: Array | None = None,
     v_new: Array | None = None,
+    cu_seqlens_k_new: Numbers | None = None,
     q_descale: Numbers | None = None,
     k_descale: Numbers | None = None,
     v_descale: Numbers | None = None,
@@ -150,21 +162,29 @@ def attend(
         comm: the ranks; None is this process alone. In one of several ranks of a launcher None
             warns once; comm=longspan.alone() states that it is meant.
         causal: a query sees keys up to its own position; or [batch] flags, one for each sequence,
-            bool or integers. Queries are the last tokens of their sequence.
+            bool or integers.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
         window_size: keys that a query sees to its (left, right), besides its own; -1 is no bound.
+        causal_alignment: the positions of the queries: "lower_right", the last of their sequence, as
+            in flash-attention; "upper_left", the first: row t sees keys j <= t, as torch's is_causal
+            counts. Everything follows them: causal, window, ALiBi, qq_bias and RoPE.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
-        alibi_slopes: [heads]; the score gets -slope * |distance|.
+        alibi_slopes: [heads] or [batch, heads]; the score gets -slope * |distance|.
         sinks: [heads] learned sinks, a score each.
         cu_seqlens_q: [batch + 1], where the rows of each sequence begin in a q of three dimensions.
             These and all other lengths, tables and positions are int32 or int64.
         cache_seqlens: [batch], keys of each whole sequence, over all ranks; with k_new without the
             new ones, as in flash-attention.
         block_table: [batch, columns], the rank's own pages of each sequence.
-        k_new, v_new: the keys and values of these rows of q, [tokens, kv_heads, dim] on every rank.
-            Those whose positions are this rank's are written to k and v first.
-        q_descale, k_descale, v_descale: [1] or [kv_heads] float32: a stored fp8 x means
-            x * descale.
+        cache_batch_idx: [batch], which row of a cache [rows, capacity, kv_heads, head_dim] each
+            sequence uses. Sequences may share a row, but not where new keys are written.
+        k_new, v_new: new keys and values, [tokens, kv_heads, dim] or with batch, on every rank: the
+            last of each sequence. Those whose positions are this rank's are written to k and v
+            first. There may be more or fewer of them than rows of q.
+        cu_seqlens_k_new: [batch + 1], where the new keys of each sequence begin in a k_new of three
+            dimensions; None is as cu_seqlens_q.
+        q_descale, k_descale, v_descale: [1], [kv_heads] or [batch, kv_heads] float32: a stored fp8
+            x means x * descale.
         out_scale: [1] float32: out = result / out_scale.
         documents: [count + 1] starts of documents packed in the one sequence, or [batch, count + 1]
             in each, where fewer documents repeat the end: a query sees only its own document.
@@ -238,11 +258,12 @@ def attend(
             warn_of_others("attend")
         whole_keys, whole_queries, message = contradiction(
             q, k, v, comm=comm, keys=keys, queries=queries, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
-            block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries)
+            block_table=block_table if cache_batch_idx is None else cache_batch_idx, k_new=k_new, v_new=v_new,
+            total_keys=total_keys, total_queries=total_queries)
     if seqused_k is not None:
         cache_seqlens = used_keys(k, cache_seqlens, seqused_k, k_new)
     if k_new is not None:
-        cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+        cache_seqlens = _with_new_keys(cache_seqlens, k_new, cu_seqlens_q, cu_seqlens_k_new)
     if rotary_dim is None:
         rotary_dim = _rotary_dim(q, rotary_cos, rope_theta, rope_scale)
     return _core.attend(
@@ -257,7 +278,8 @@ def attend(
         max_seqlen_q=max_seqlen_q, invariant=invariant, strategy=strategy, ranks_per_node=ranks_per_node,
         exchange=exchange, keys=keys, queries=queries, results=results, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
-        rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale)
+        rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale,
+        causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new)
 
 
 class Attention:
@@ -273,7 +295,7 @@ class Attention:
             head_dim.
         dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
             torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
-        causal, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
+        causal, causal_alignment, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
             exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
             run.
@@ -309,8 +331,9 @@ class Attention:
                  kv_heads: int | None = None, value_dim: int | None = None,
                  dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
                  out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
-                 window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-                 rotary_dim: int = 0, rotary_interleaved: bool = False, rope_theta: float = 10000.0,
+                 window_size: tuple[int, int] = (-1, -1), causal_alignment: Alignment = "lower_right",
+                 softcap: float = 0.0, rotary_dim: int = 0, rotary_interleaved: bool = False,
+                 rope_theta: float = 10000.0,
                  rope_scale: float = 1.0, alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
                  queries: Layout | Sharding | None = None, results: Part | Layout | Sharding = "all",
                  max_queries: int = 1, max_batch: int = 1,
@@ -331,12 +354,13 @@ class Attention:
             check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
-            gradients=gradients)
+            gradients=gradients, causal_alignment=causal_alignment)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
-                 block_table: Array | None = None, k_new: Array | None = None,
-                 v_new: Array | None = None, q_descale: Numbers | None = None,
+                 block_table: Array | None = None, cache_batch_idx: Numbers | None = None,
+                 k_new: Array | None = None, v_new: Array | None = None,
+                 cu_seqlens_k_new: Numbers | None = None, q_descale: Numbers | None = None,
                  k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                  out_scale: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
@@ -351,12 +375,12 @@ class Attention:
         `skip_decode`: sequences of one query are skipped, their rows left as they are."""
         whole_keys, whole_queries, message = contradiction(
             q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
-            block_table=block_table, k_new=k_new, v_new=v_new, total_keys=total_keys, total_queries=total_queries,
-            **self._dealt_out)
+            block_table=block_table if cache_batch_idx is None else cache_batch_idx, k_new=k_new, v_new=v_new,
+            total_keys=total_keys, total_queries=total_queries, **self._dealt_out)
         if seqused_k is not None:
             cache_seqlens = used_keys(k, cache_seqlens, seqused_k, k_new)
         if k_new is not None:
-            cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
+            cache_seqlens = _with_new_keys(cache_seqlens, k_new, cu_seqlens_q, cu_seqlens_k_new)
         return _core.run_layer(
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, total_keys=total_keys, total_queries=total_queries,
             cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=block_table,
@@ -365,7 +389,7 @@ class Attention:
             qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad, seqused_q=seqused_q,
             skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin)
+            rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new)
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
@@ -427,9 +451,10 @@ class Attention:
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
-               block_table: Array | None = None, total_keys: int | None = None,
-               key_table: Numbers | None = None, k_descale: Numbers | None = None,
-               v_descale: Numbers | None = None, rotary_cos: Array | None = None,
+               block_table: Array | None = None, cache_batch_idx: Numbers | None = None,
+               total_keys: int | None = None, key_table: Numbers | None = None,
+               k_descale: Numbers | None = None, v_descale: Numbers | None = None,
+               rotary_cos: Array | None = None,
                rotary_sin: Array | None = None, stream: Stream | None = None) -> None:
         """Writes the new keys and values whose positions are this rank's to its k and v.
 
@@ -442,13 +467,15 @@ class Attention:
             total_keys: keys of the one sequence, the new ones included.
             rotary_cos, rotary_sin: as in attend; k_new is rotated where the layer has a rotary_dim.
         """
-        _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=block_table, k_new=k_new,
-                                   v_new=v_new, keys=self._dealt_out["keys"], queries=None)
+        table = block_table if cache_batch_idx is None else cache_batch_idx
+        _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=table, k_new=k_new, v_new=v_new,
+                                      keys=self._dealt_out["keys"], queries=None)
         refuse(message)
         cache_seqlens = _after_append(cache_seqlens, k_new, cu_seqlens_q)
         self._layer.append(k_new=k_new, v_new=v_new, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens,
-                           block_table=block_table, total_keys=total_keys, key_table=key_table, k_descale=k_descale,
-                           v_descale=v_descale, rotary_cos=rotary_cos, rotary_sin=rotary_sin, stream=stream)
+                           block_table=block_table, cache_batch_idx=cache_batch_idx, total_keys=total_keys,
+                           key_table=key_table, k_descale=k_descale, v_descale=v_descale, rotary_cos=rotary_cos,
+                           rotary_sin=rotary_sin, stream=stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Waits for the stream, at most until the deadline, and raises what went wrong."""

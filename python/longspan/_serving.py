@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._types import Alibi, Array, Base, DType, Numbers, OfKind, Stream
+    from ._types import Alibi, Alignment, Array, Base, DType, Numbers, OfKind, Stream
     from ._core import Communicator
 
 Segments = namedtuple("Segments", "output max expsum keys tile")
@@ -172,7 +172,8 @@ def cross_rank_merge(part: OfKind, part_lse: Array, *, base: Base,
 def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: Array,
                         cache_seqlens: Numbers, *, cu_seqlens_q: Numbers | None = None,
                         causal: bool | Numbers = True, softmax_scale: float | None = None,
-                        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                        window_size: tuple[int, int] = (-1, -1),
+                        causal_alignment: Alignment = "lower_right", softcap: float = 0.0,
                         alibi_slopes: Numbers | None = None, alibi: Alibi = "context",
                         sinks: Numbers | None = None, qq_bias: Array | None = None,
                         q_descale: Numbers | None = None, k_descale: Numbers | None = None,
@@ -216,7 +217,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, segments=segments,
-        segment_keys=segment_keys, tile=tile, skip_decode=skip_decode)
+        segment_keys=segment_keys, tile=tile, skip_decode=skip_decode, causal_alignment=causal_alignment)
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 
@@ -235,7 +236,7 @@ def reduce_segments(segments: Segments, cache_seqlens: Numbers, *, dtype: DType 
         stream=stream)
 
 
-def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Array,
+def context_attention(q: Array, k: Array | None, v: Array | None, k_cache: Array, v_cache: Array,
                       block_table: Array, cache_seqlens: Numbers, *,
                       cu_seqlens_q: Numbers | None = None, causal: bool | Numbers = True,
                       softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
@@ -250,8 +251,9 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
     """Chunked prefill: new tokens see the cached keys of their sequence, and each other.
 
     Args:
-        q, k, v: [tokens, heads or kv_heads, dim], the new tokens of all sequences.
-        k_cache, v_cache, block_table: the paged cache, without the new tokens.
+        q, k, v: [tokens, heads or kv_heads, dim], the new tokens of all sequences. k and v are None
+            where the cache holds those of the new tokens too.
+        k_cache, v_cache, block_table: the paged cache.
         cache_seqlens: [batch], keys of each sequence that lie in the cache.
         out_scale_inv: [1] float32: out = result * out_scale_inv, in place of out_scale.
         skip_decode: sequences of one query are skipped, their rows left as they are.
@@ -267,12 +269,13 @@ def context_attention(q: Array, k: Array, v: Array, k_cache: Array, v_cache: Arr
     """
     return _core.context_attention(
         q=q, k_cache=k_cache, v_cache=v_cache, block_table=block_table,
-        cache_seqlens=_after_append(cache_seqlens, q, cu_seqlens_q, "q"), cu_seqlens_q=cu_seqlens_q,
+        cache_seqlens=cache_seqlens if k is v is None else _after_append(cache_seqlens, q, cu_seqlens_q, "q"),
+        cu_seqlens_q=cu_seqlens_q,
         alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=qq_bias, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal, window_size=window_size,
         softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, k=k, v=v, skip_decode=skip_decode,
-        out_scale_inv=out_scale_inv)
+        out_scale_inv=out_scale_inv, causal_alignment="lower_right")
 
 
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,

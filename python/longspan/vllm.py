@@ -80,7 +80,7 @@ def merge_attn_states(output: Array, prefix_output: Array, prefix_lse: Array, su
 
 
 def _one_scale(name: str, scale, cache, cache_name: str):
-    """A cache's scale as the core takes it: None, [1] or [kv_heads]."""
+    """A cache's scale as the core takes it: None where the cache has none."""
     if scale is None:
         return None
     if not is_fp8(cache):  # vLLM passes scales of 1 with caches that have none
@@ -88,16 +88,7 @@ def _one_scale(name: str, scale, cache, cache_name: str):
             raise InputError(f"{name} is not 1 and {cache_name} is {type_of(cache)}; it is the scale of an fp8 "
                              "cache")
         return None
-    shape = getattr(scale, "shape", ())
-    if len(shape) != 2:
-        return scale
-    strides = scale.stride() if hasattr(scale, "stride") else getattr(scale, "strides", (1,))
-    if not any(strides):
-        return scale[0, :1]  # one number, expanded
-    if _on_cpu(scale) and bool((scale == scale[:1]).all()):
-        return scale[0]
-    raise UnsupportedError(f"{name} is {list(shape)}, a scale for each sequence; one number or "
-                           "[kv_heads] is supported, and such a number expanded")
+    return scale
 
 
 def _on_cpu(array) -> bool:
@@ -174,8 +165,8 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
             bounds both sides where attention is not causal, and right is then left, 0 or -1.
         block_table: [sequences, columns] int32.
         softcap: 0 is off.
-        q_descale, k_descale, v_descale: of fp8 arrays, one number, also expanded to [sequences,
-            kv_heads], or [kv_heads]. Beside a k or v that is not fp8 they must be 1, which is
+        q_descale, k_descale, v_descale: of fp8 arrays, one number, [kv_heads] or [sequences,
+            kv_heads], also expanded. Beside a k or v that is not fp8 they must be 1, which is
             checked on CPUs.
         alibi_slopes: [heads]; the score gets slope * (key's position - that of the first query).
         output_scale: [1] float32, of an fp8 out: out = result / output_scale.
@@ -230,7 +221,7 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
             v_descale=v_descale, out_scale=output_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             return_lse=False, out=out, lse=None, stream=None, causal=causal, window_size=window_size,
             softmax_scale=softmax_scale, softcap=softcap, alibi="context", segments=None, segment_keys=0, tile=16,
-            skip_decode=False)
+            skip_decode=False, causal_alignment="lower_right")
     except TRANSLATED as error:
         raise in_their_words(error, _UNIFIED) from None
 
@@ -349,7 +340,8 @@ def context_attention_fwd(q: Array, k: Array | None, v: Array | None, o: Array, 
                  cu_seqlens_q=b_start_loc, alibi_slopes=alibi_slopes, sinks=sinks, qq_bias=None, q_descale=None,
                  k_descale=k_scale, v_descale=v_scale, out_scale=fp8_out_scale, max_seqlen_q=max_input_len,
                  max_seqlen_k=None, return_lse=False, out=o, lse=None, stream=None, causal=causal,
-                 window_size=(left, -1), softmax_scale=sm_scale, softcap=0.0, alibi="query", skip_decode=skip_decode)
+                 window_size=(left, -1), softmax_scale=sm_scale, softcap=0.0, alibi="query", skip_decode=skip_decode,
+                 causal_alignment="lower_right")
     try:
         if k is None:
             _core.segmented_attention(**paged, segments=None, segment_keys=0, tile=16)

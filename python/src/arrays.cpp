@@ -405,16 +405,6 @@ void require_gpu(const Array& array, const char* name, int gpu) {
                      ", and the communicator's is GPU " + std::to_string(gpu));
 }
 
-void refuse_by_sequence(const Array& array, const char* name, const char* wanted) {
-  if (!array || array.tensor().dims < 2) return;
-  const Tensor& t = array.tensor();
-  std::string shape;
-  for (int d = 0; d < t.dims; ++d) shape += (d > 0 ? ", " : "[") + std::to_string(t.shape[d]);
-  throw Unsupported(std::string(name) + " is " + shape +
-                    "], one row for each sequence, which is not supported; " + wanted +
-                    " is wanted: call once for each sequence, or for those that are alike");
-}
-
 Stream given_stream(nb::handle given) {
   nb::object handle = nb::borrow(given);
   for (const char* name : {"cuda_stream", "ptr"})  // torch, CuPy

@@ -135,9 +135,6 @@ Result result_of(const Array& given, const Array& like, std::span<const std::int
 /// one has none.
 void require_gpu(const Array& array, const char* name, int gpu);
 
-/// Throws Unsupported for factors of each sequence, [batch, ...], where one vector is `wanted`.
-void refuse_by_sequence(const Array& array, const char* name, const char* wanted);
-
 /// A stream of torch or CuPy, an object with __cuda_stream__, or a handle as a number.
 Stream given_stream(nb::handle given);
 

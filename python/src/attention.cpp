@@ -138,6 +138,8 @@ nb::object attend(const Arguments<kAttend>& given) {
     const auto queue = [&](AttentionArgs& one, KeptLayer& kept, std::int64_t batch) {
       set_tables(one, options, call, totals, batch, world.device(), kept.arrays);
       set_lengths(one, call, totals, sharded, batch, world.device(), kept.arrays);
+      if (call.appends_ahead(sharded ? totals.queries : call.tokens()))
+        kept.layer.append(call.append_of(one, batch, world.device(), kept.arrays), call.stream);
       kept.layer.run(one, call.stream);
       if (call.needs_wait()) kept.layer.wait(call.stream);
     };

@@ -4,6 +4,7 @@
 #include <functional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "longspan/error.hpp"
 #include "python/src/lengths.hpp"
@@ -77,6 +78,38 @@ Tensor exchanged(Tensor t) {
   std::swap(t.shape[1], t.shape[2]);
   std::swap(t.stride[1], t.stride[2]);
   return t;
+}
+
+void become_table(Array& array, const Tensor& cache, std::int64_t sequences, bool writes) {
+  Tensor& rows = array.tensor();
+  if (cache.dims != 4)
+    throw InputError("cache_batch_idx is given and k is " + shape_text(cache) +
+                     "; a cache [rows, capacity, kv_heads, head_dim] is wanted");
+  if (rows.dims != 1 || rows.shape[0] != sequences)
+    throw InputError("cache_batch_idx is " + shape_text(rows) + "; [" + std::to_string(sequences) +
+                     "] is wanted, the row of the cache of each sequence");
+  const auto entry = [&](std::int64_t b) {
+    return static_cast<const std::int32_t*>(rows.data)[b * rows.stride[0]];
+  };
+  std::vector<std::int64_t> taken;  // by the sequence whose new keys go to a row
+  if (rows.device == Device::host && writes)
+    taken.assign(static_cast<std::size_t>(cache.shape[0]), -1);
+  for (std::int64_t b = 0; b < sequences && rows.device == Device::host; ++b) {
+    const std::int32_t row = entry(b);
+    if (row < 0 || row >= cache.shape[0])
+      throw InputError("cache_batch_idx[" + std::to_string(b) + "] is " + std::to_string(row) +
+                       "; the cache has " + std::to_string(cache.shape[0]) + " rows");
+    if (!writes) continue;
+    std::int64_t& owner = taken[static_cast<std::size_t>(row)];
+    if (owner >= 0)
+      throw InputError("cache_batch_idx is " + std::to_string(row) + " for the sequences " +
+                       std::to_string(owner) + " and " + std::to_string(b) +
+                       ", whose new keys would go to the same places");
+    owner = b;
+  }
+  rows.dims = 2;
+  rows.shape[1] = 1;
+  rows.stride[1] = 1;
 }
 
 std::string shape_text(const Tensor& t) {
@@ -168,7 +201,10 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       causal(flags_of(given.get<"causal">()), "causal", DType::uint8, stream),
       cu_seqlens_q(given.get<"cu_seqlens_q">(), DType::int32, stream),
       cache_seqlens(given.get<"cache_seqlens">(), DType::int32, stream),
-      block_table(Array::table(given.get<"block_table">(), stream)),
+      block_table(given.get<"cache_batch_idx">().is_none()
+                      ? Array::table(given.get<"block_table">(), stream)
+                      : Array(given.get<"cache_batch_idx">(), DType::int32, stream)),
+      cu_seqlens_k_new(given.get<"cu_seqlens_k_new">(), DType::int32, stream),
       k_new(given.get<"k_new">()),
       v_new(given.get<"v_new">()),
       q_descale(given.get<"q_descale">(), DType::fp32),
@@ -209,14 +245,26 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
   if (k_new) {
     k.writable();
     v.writable();
+  } else if (cu_seqlens_k_new) {
+    throw InputError("cu_seqlens_k_new is given, and k_new is None: it is where its rows begin");
+  }
+  if (!given.get<"cache_batch_idx">().is_none()) {
+    if (!given.get<"block_table">().is_none())
+      throw InputError(
+          "cache_batch_idx and block_table are given; one of them says where the keys of a "
+          "sequence lie");
+    by_rows_of_cache = true;
+    const Tensor &lengths = cache_seqlens.tensor(), &starts = cu_seqlens_q.tensor();
+    become_table(block_table, keys,
+                 batched()           ? batch()
+                 : lengths.dims == 1 ? lengths.shape[0]
+                 : starts.dims == 1  ? starts.shape[0] - 1
+                                     : 1,
+                 static_cast<bool>(k_new));
   }
   if (batched() && keys.dims == 4 && !block_table && keys.shape[0] != rows.shape[0])
     throw InputError("q is " + shape_text(rows) + " and k is " + shape_text(keys) +
                      ": the numbers of sequences differ");
-  refuse_by_sequence(alibi_slopes, "alibi_slopes", "[heads]");
-  for (const auto& [factors, name] :
-       {std::pair{&q_descale, "q_descale"}, {&k_descale, "k_descale"}, {&v_descale, "v_descale"}})
-    refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
   if (batched() && batch() == 0) leave_out_sequences();
 }
 
@@ -225,15 +273,24 @@ void AttendCall::leave_out_sequences() {
   Tensor &keys = k.tensor(), &values = v.tensor();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
   values = {values.data, values.dtype, {0, heads, columns}, values.device};
-  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &k_new, &v_new,
-                       &documents, &cache_leftpad, &seqused_q})
+  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new,
+                       &k_new, &v_new, &documents, &cache_leftpad, &seqused_q})
     array->leave_out();
+  // Scales and slopes of no sequence: nothing is multiplied by them, but fp8 has a scale.
+  if (alibi_slopes.tensor().dims == 2) alibi_slopes.leave_out();
+  static float one = 1.0f;
+  for (Array* array : {&q_descale, &k_descale, &v_descale}) {
+    const Tensor& scale = array->tensor();
+    if (scale.dims != 2) continue;
+    void* const data = scale.device == Device::host ? &one : scale.data;
+    array->tensor() = Tensor(data, DType::fp32, {1}, scale.device);
+  }
   total_keys = 0;
 }
 
 std::int64_t AttendCall::own_keys() const {
   const Tensor& t = k.tensor();
-  if (t.dims > 3 && block_table)
+  if (t.dims > 3 && block_table && !by_rows_of_cache)
     throw InputError("cache_seqlens is missing: the length of each sequence in pages");
   return t.dims == 3 ? t.shape[0] : t.shape[1];
 }
@@ -247,6 +304,7 @@ void AttendCall::check_gpu(int gpu) const {
                                                       {&cu_seqlens_q, "cu_seqlens_q"},
                                                       {&cache_seqlens, "cache_seqlens"},
                                                       {&block_table, "block_table"},
+                                                      {&cu_seqlens_k_new, "cu_seqlens_k_new"},
                                                       {&k_new, "k_new"},
                                                       {&v_new, "v_new"},
                                                       {&q_descale, "q_descale"},
@@ -292,6 +350,41 @@ void AttendCall::make_results(const Options& options, const Communicator& world)
                                 : own_rows(*this, options.results.rows, world);
   out = result_of(given_out, q, {shape.data(), dims}, dtype);
   if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), dims - 1}, DType::fp32);
+}
+
+bool AttendCall::appends_ahead(std::int64_t rows) const {
+  if (!k_new) return false;
+  const Tensor& fresh = k_new.tensor();
+  const std::int64_t found = fresh.dims == 4 ? fresh.shape[0] * fresh.shape[1] : fresh.shape[0];
+  return cu_seqlens_k_new || found != rows * batch() || (fresh.dims == 4 && cu_seqlens_q);
+}
+
+Append AttendCall::append_of(AttentionArgs& run, std::int64_t batch, Device device,
+                             UniformArrays& arrays) const {
+  Append made{.new_k = run.new_k,
+              .new_v = run.new_v,
+              .k = run.k,
+              .v = run.v,
+              .total_keys = run.total_keys,
+              .query_start = cu_seqlens_k_new.tensor(),
+              .kv_len = run.kv_len,
+              .block_table = run.block_table,
+              .key_table = run.key_table,
+              .k_scale = run.k_scale,
+              .v_scale = run.v_scale,
+              .rope_cos = run.rope_cos,
+              .rope_sin = run.rope_sin};
+  const Tensor& fresh = k_new.tensor();
+  const std::int64_t sequences = made.kv_len ? made.kv_len.shape[0] : batch;
+  if (sequences > 1 && !made.query_start) {
+    if (fresh.dims != 4)
+      throw InputError("k_new has " + std::to_string(fresh.shape[0]) +
+                       " rows, other than q: cu_seqlens_k_new is wanted, where those of each "
+                       "sequence begin");
+    made.query_start = arrays.steps(device, sequences + 1, fresh.shape[1]);
+  }
+  run.new_k = run.new_v = {};
+  return made;
 }
 
 AttentionArgs AttendCall::args() const {
@@ -353,6 +446,8 @@ AttentionArgs AttendCall::args_of(std::int64_t sequence) const {
   for (Tensor* of_batch :
        {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.left_padding, &a.query_len})
     *of_batch = only(*of_batch, sequence);
+  for (Tensor* factors : {&a.q_scale, &a.k_scale, &a.v_scale, &a.slopes})
+    if (factors->dims == 2) *factors = only(*factors, sequence);
   if (a.key_table.dims == 2) a.key_table = only(a.key_table, sequence);
   return a;
 }

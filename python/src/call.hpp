@@ -13,6 +13,7 @@
 #include "python/src/arguments.hpp"
 #include "python/src/arrays.hpp"
 #include "python/src/options.hpp"
+#include "python/src/plans.hpp"
 
 namespace longspan::python {
 
@@ -21,10 +22,11 @@ namespace longspan::python {
 inline constexpr NameList kRun = [] {
   NameList names;
   add_run_arguments(names);
-  // What shard() remembers of k and q (python/longspan/_shards.py): tokens of the arrays that they
+  // cache_batch_idx is a table of pages, of which each is a whole row of the cache. What shard()
+  // remembers of k and q (python/longspan/_shards.py): tokens of the arrays that they
   // were cut from, or None; and what contradicts the call, or None.
-  for (const char* const name :
-       {"return_lse", "stream", "whole_keys", "whole_queries", "contradiction"})
+  for (const char* const name : {"return_lse", "stream", "whole_keys", "whole_queries",
+                                 "contradiction", "cache_batch_idx", "cu_seqlens_k_new"})
     names.add(name);
   return names;
 }();
@@ -70,6 +72,11 @@ Tensor flat(Tensor t, const char* name);
 /// a tensor of three dimensions as it is.
 Tensor exchanged(Tensor t);
 
+/// Makes cache_batch_idx [sequences] a block table of one column: a row of the cache [rows,
+/// capacity, kv_heads, head_dim] is a page. InputError for another shape, and on CPUs for rows that
+/// the cache lacks, and for one row of two sequences that are written.
+void become_table(Array& rows, const Tensor& cache, std::int64_t sequences, bool writes);
+
 /// The arrays of one run, and the places of its results.
 struct AttendCall {
   /// TypeError for an object that is not an array, InputError where extents do not fit each other.
@@ -110,18 +117,27 @@ struct AttendCall {
   /// is missing.
   AttentionArgs args_of_backward() const;
 
+  /// Whether the new keys are those of other rows than q's, of which all ranks have `rows`: then
+  /// they are appended ahead of the run.
+  bool appends_ahead(std::int64_t rows) const;
+  /// That append, of a run whose lengths are set. The run is then without new keys.
+  Append append_of(AttentionArgs& run, std::int64_t batch, Device device,
+                   UniformArrays& arrays) const;
+
   /// The result for Python: out, or out and lse.
   nb::object finish();
   bool needs_wait() const { return out.needs_wait() || lse.needs_wait(); }
 
   Array q;
   Stream stream;  // of the call
-  Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, k_new, v_new, q_descale, k_descale,
-      v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents, cache_leftpad, seqused_q,
-      rotary_cos, rotary_sin, key_table, query_table, given_out, given_lse;
+  Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, cu_seqlens_k_new, k_new, v_new,
+      q_descale, k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents,
+      cache_leftpad, seqused_q, rotary_cos, rotary_sin, key_table, query_table, given_out,
+      given_lse;
   std::int64_t total_keys, total_queries, whole_keys, whole_queries;
   std::string contradiction;
   bool skip_decode, return_lse;
+  bool by_rows_of_cache = false;  // block_table is cache_batch_idx: a page is a row of the cache
   Result out, lse;
 
  private:

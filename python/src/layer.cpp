@@ -120,8 +120,10 @@ class Layer {
     AttentionArgs run = call.args();
     comm.alone([&](const Communicator& world) {
       const bool sharded = options.queries.has_value();
-      set_lengths(run, call, totals_of(world, call, options, false), sharded, call.batch(),
-                  world.device(), arrays_);
+      const Totals totals = totals_of(world, call, options, false);
+      set_lengths(run, call, totals, sharded, call.batch(), world.device(), arrays_);
+      if (call.appends_ahead(sharded ? totals.queries : call.tokens()))
+        layer_->append(call.append_of(run, call.batch(), world.device(), arrays_), call.stream);
       layer_->run(run, call.stream);
       if (call.needs_wait()) layer_->wait(call.stream);
     });
@@ -149,17 +151,17 @@ class Layer {
 
   void append(Argument<"k_new"> k_new, Argument<"v_new"> v_new, Argument<"k"> k, Argument<"v"> v,
               Argument<"cu_seqlens_q"> cu_seqlens_q, Argument<"cache_seqlens"> cache_seqlens,
-              Argument<"block_table"> block_table, Argument<"total_keys"> total_keys,
-              Argument<"key_table"> key_table, Argument<"k_descale"> k_descale,
-              Argument<"v_descale"> v_descale, Argument<"rotary_cos"> rotary_cos,
-              Argument<"rotary_sin"> rotary_sin, Argument<"stream"> stream) {
+              Argument<"block_table"> block_table, Argument<"cache_batch_idx"> cache_batch_idx,
+              Argument<"total_keys"> total_keys, Argument<"key_table"> key_table,
+              Argument<"k_descale"> k_descale, Argument<"v_descale"> v_descale,
+              Argument<"rotary_cos"> rotary_cos, Argument<"rotary_sin"> rotary_sin,
+              Argument<"stream"> stream) {
     Array new_k(k_new);
     const Stream queue = stream_of(stream, new_k.required());
     Array new_v(v_new), cos(rotary_cos), sin(rotary_sin);
     const Array keys(k), values(v), starts(cu_seqlens_q, DType::int32, queue),
-        lengths(cache_seqlens, DType::int32, queue), table(Array::table(block_table, queue)),
-        cut(key_table, DType::int64, queue), k_scale(k_descale, DType::fp32),
-        v_scale(v_descale, DType::fp32);
+        lengths(cache_seqlens, DType::int32, queue), cut(key_table, DType::int64, queue),
+        k_scale(k_descale, DType::fp32), v_scale(v_descale, DType::fp32);
     for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v), &keys, &values})
       array->floats();
     DenseCopies copies(stream);
@@ -175,13 +177,21 @@ class Layer {
     a.total_keys = std::max<std::int64_t>(0, count_of(total_keys));
     a.query_start = starts.tensor();
     a.kv_len = lengths.tensor();
-    a.block_table = table.tensor();
     a.key_table = cut.tensor();
     a.k_scale = k_scale.tensor();
     a.v_scale = v_scale.tensor();
     a.rope_cos = cos.tensor();
     a.rope_sin = sin.tensor();
+    Array table = cache_batch_idx.is_none() ? Array::table(block_table, queue)
+                                            : Array(cache_batch_idx, DType::int32, queue);
     const std::int64_t batch = new_k.tensor().dims == 4 ? new_k.tensor().shape[0] : 1;
+    if (!cache_batch_idx.is_none()) {
+      if (!block_table.is_none())
+        throw InputError(
+            "cache_batch_idx and block_table are given; one of them says where keys lie");
+      become_table(table, a.k, a.kv_len ? a.kv_len.shape[0] : batch, true);
+    }
+    a.block_table = table.tensor();
     if (batch == 0) return;  // no sequence grows; nothing is sent, so that no rank waits
     comm_of(held_).alone([&](const Communicator& world) {
       if (batch > 1 && !a.query_start)

@@ -357,10 +357,6 @@ struct PagedCall {
         return_lse(flag(given.get<"return_lse">())) {
     for (const Array* array : {&k_cache, &v_cache, &block_table, &lengths}) array->required();
     for (const Array* array : {&q, &k_cache, &v_cache, &given_out}) array->floats();
-    refuse_by_sequence(slopes, "alibi_slopes", "[heads]");
-    for (const auto& [factors, name] :
-         {std::pair{&q_scale, "q_descale"}, {&k_scale, "k_descale"}, {&v_scale, "v_descale"}})
-      refuse_by_sequence(*factors, name, "[1] or [kv_heads]");
     check_same_gpu({{&q, "q"},
                     {&k_cache, "k_cache"},
                     {&v_cache, "v_cache"},
@@ -522,8 +518,8 @@ nb::object context_attention(const Arguments<kContext>& given) {
       scale_inv(given.get<"out_scale_inv">(), DType::fp32);
   call.make_results();
   ContextAttention args{.attention = call.args,
-                        .k = k.required().floats().tensor(),
-                        .v = v.required().floats().tensor(),
+                        .k = k.floats().tensor(),
+                        .v = v.floats().tensor(),
                         .skip_decode = flag(given.get<"skip_decode">()),
                         .out_scale_inv = scale_inv.tensor()};
   check_same_gpu({{&call.q, "q"}, {&k, "k"}, {&v, "v"}, {&scale_inv, "out_scale_inv"}});

@@ -374,6 +374,64 @@ def one_of_pairs(comm, rng, batch, length, tokens, keys, rows, make):
         assert (host(longspan.unshard(to_v, by, comm=comm)) == host(v)).all()
 
 
+def users_arguments(comm, seed, count):
+    """Random caches, of which each sequence uses some row, with new keys in another number than rows, and rows at the
+    first or the last positions."""
+    rng = np.random.default_rng(seed)  # the same on every rank
+    for number in range(count):
+        try:
+            one_of_users_arguments(comm, rng)
+        except Exception as error:
+            error.add_note(f"case {number} of seed {seed}")
+            raise
+    return count
+
+
+def one_of_users_arguments(comm, rng):
+    batch, tokens, block = int(rng.integers(1, 4)), int(rng.integers(0, 7)), int(rng.choice([1, 4, 128]))
+    keys = longspan.Sharding("interleaved", block)
+    news = None if rng.integers(2) else int(rng.integers(0, 7))
+    alignment = "lower_right" if news is not None or rng.integers(2) else "upper_left"
+    old = [int(n) for n in rng.choice([0, 1, 3, 40, 150, 300], batch)]
+    lengths = [n + (news or 0) for n in old]
+    rows = [int(row) for row in rng.permutation(batch + 2)[:batch]]
+    whole = [rng.standard_normal((2, n, 2, 16), dtype=np.float32) for n in lengths]
+    q = rng.standard_normal((batch, tokens, 4, 16), dtype=np.float32)
+    cache = np.full((2, batch + 2, 330, 2, 16), np.nan, np.float32)
+    for row, own, n in zip(rows, whole, old):
+        mine = keys.shard(n, comm.rank, comm.size).positions()
+        cache[:, row, :len(mine)] = own[:, mine]
+    window = (int(rng.integers(0, 60)), -1) if rng.integers(2) else (-1, -1)
+    options = dict(causal=bool(rng.integers(2)), softcap=float(rng.choice([0, 5])))
+    slopes = rng.uniform(0, 0.5, (batch, 4)).astype(np.float32) if rng.integers(2) else None
+    given = dict(options, comm=comm, keys=keys, window_size=window, causal_alignment=alignment, alibi_slopes=slopes,
+                 cache_seqlens=old, return_lse=True)
+    if news is not None:
+        given["k_new"], given["v_new"] = np.stack([own[:, n:] for own, n in zip(whole, old)], 1)
+    if rng.integers(2):
+        given["cache_batch_idx"] = rows
+        k, v = cache
+    else:  # the rows are those of the sequences
+        k, v = np.ascontiguousarray(cache[:, rows])
+    right = [attention(q[b], *whole[b], slopes=None if slopes is None else slopes[b],
+                       first=0 if alignment == "upper_left" else None, window=window, **options) for b in range(batch)]
+    if tokens and rng.integers(2) and "k_new" not in given:
+        by = ("zigzag", "striped")[rng.integers(2)]
+        own_q = np.ascontiguousarray(longspan.shard(q, by, comm=comm, dim=1))[:]
+        parts = longspan.attend(own_q, k, v, queries=by, total_queries=tokens, **given)
+        out, lse = (longspan.unshard(part, by, comm=comm, dim=1) for part in parts)
+    else:
+        out, lse = longspan.attend(q, k, v, **given)
+    for b in range(batch):
+        assert_close(out[b], right[b][0])
+        assert_lse_close(lse[b], right[b][1])
+    if news is not None:
+        for b, row in enumerate(rows if "cache_batch_idx" in given else range(batch)):
+            mine = keys.shard(lengths[b], comm.rank, comm.size).positions()
+            for stored, own in zip((k, v), whole[b]):
+                assert (stored[row, :len(mine)] == own[mine]).all() and np.isnan(stored[row, len(mine):]).all()
+
+
 def packed(comm, lengths, news, keys, queries, results, answers):
     """Sequences one after the other, each dealt out by itself."""
     rng = np.random.default_rng(7)

@@ -12,15 +12,16 @@ def host(a):
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              alibi="query", sinks=None, documents=None, leftpad=0, used=None):
-    """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The
-    `used` first query rows, by default all, are the last positions of the sequence."""
+              alibi="query", sinks=None, documents=None, leftpad=0, used=None, first=None):
+    """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The `used`
+    first query rows, by default all, have the positions from `first` on; None: they are the last of
+    the sequence."""
     q, k, v = (host(a).astype(np.float64) for a in (q, k, v))
     (tokens, heads, _), (keys, kv_heads, value_dim) = q.shape, v.shape
     out = np.zeros((tokens, heads, value_dim))
     lse = np.full((tokens, heads), -np.inf)
     for h, score in enumerate(scores(q, k, causal=causal, scale=scale, window=window, softcap=softcap, slopes=slopes,
-                                     alibi=alibi, documents=documents)):
+                                     alibi=alibi, documents=documents, leftpad=leftpad, used=used, first=first)):
         sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
         all_scores = np.concatenate([score, sink], 1)
         most = all_scores.max(1, keepdims=True)
@@ -34,15 +35,16 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     return out, lse
 
 
-def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents):
+def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents, leftpad=0, used=None, first=None):
     """Yields the scores [tokens, keys] of each head; -inf where a key is not seen."""
     tokens, heads, dim = q.shape
     keys, group = len(k), heads // k.shape[1]
     scale = dim ** -0.5 if scale is None else scale
-    context = keys - (tokens if used is None else used)
-    i = np.arange(context, context + tokens)[:, None]
+    used = tokens if used is None else used
+    first = keys - used if first is None else first
+    i = np.arange(first, first + tokens)[:, None]
     j = np.arange(keys)[None, :]
-    seen = (i < keys) & (j >= leftpad)
+    seen = (i < first + used) & (j >= leftpad)
     if causal:
         seen &= j <= i
     if window[0] >= 0:
@@ -59,7 +61,7 @@ def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents):
         if softcap:
             score = softcap * np.tanh(score / softcap)
         if slopes is not None:
-            distance = {"query": np.abs(i - j), "context": context - j,
+            distance = {"query": np.abs(i - j), "context": first - j,
                         "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
             score = score - slopes[h] * distance
         yield np.where(seen, score, -np.inf)

@@ -86,13 +86,13 @@ CASES = {
     "causal of floats": (lambda: attend(causal=np.ones(1, np.float32)), INPUT, "causal is float32; bool, uint8, int32"),
     "rows of numbers": (lambda: attend(keys="ranges", key_table=[[0, 20], [0]]), INPUT,
                         "key_table has rows of 2 and 1 numbers"),
-    "slopes of sequences": (lambda: attend(alibi_slopes=np.ones((2, 4), np.float32)), UNSUPPORTED,
-                            r"alibi_slopes is \[2, 4\].*\[heads\] is wanted"),
-    "scales of sequences": (lambda: attend(k_descale=np.ones((2, 2), np.float32)), UNSUPPORTED,
-                            r"k_descale is \[2, 2\].*\[kv_heads\] is wanted"),
+    "slopes of more sequences": (lambda: attend(alibi_slopes=np.ones((2, 4), np.float32)), INPUT,
+                                 r"alibi_slopes is \[2, 4\]; \[4\] or \[1, 4\] is wanted"),
+    "scales of more sequences": (lambda: attend(k_descale=np.ones((2, 2), np.float32)), INPUT,
+                                 r"k_descale is \[2, 2\]; \[1\], \[2\] or \[1, 2\] is wanted"),
     "fp8 as bytes": (lambda: attend(k=K.astype(np.uint8)), INPUT, r"k is uint8.*k.view\(ml_dtypes.float8_e4m3fn\)"),
-    "k_new of other rows": (lambda: attend(k=K.copy(), v=V.copy(), k_new=K[:5], v_new=V[:5], cache_seqlens=[10]), INPUT,
-                            "k_new has 5 rows; there are 6 of q"),
+    "k_new of other rows than v_new": (lambda: attend(k=K.copy(), v=V.copy(), k_new=K[:5], v_new=V[:4],
+                                                      cache_seqlens=[10]), INPUT, r"v_new is \[4, "),
     "cache_seqlens too long": (lambda: attend(cache_seqlens=[21]), INPUT, "21"),
     "cache_seqlens negative": (lambda: attend(cache_seqlens=[-1]), INPUT, r"cache_seqlens.0. is -1|sequence 0"),
     "cache_seqlens past 32 bits": (lambda: attend(cache_seqlens=[2 ** 40]), INPUT, "cache_seqlens has"),
@@ -493,7 +493,7 @@ def test_the_extension_module_takes_names(monkeypatch, function):
     name: st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3),
                     st.lists(st.integers(-9, 99), max_size=4), st.just(Q), st.just(np.arange(9)))
     for name in ("causal softmax_scale window_size softcap alibi_slopes sinks cu_seqlens_q "
-                 "cache_seqlens block_table k_new v_new q_descale k_descale v_descale out_scale "
+                 "cache_seqlens block_table cache_batch_idx cu_seqlens_k_new causal_alignment k_new v_new q_descale k_descale v_descale out_scale "
                  "documents cache_leftpad seqused_q seqused_k qq_bias keys queries total_keys total_queries key_table query_table "
                  "max_seqlen_q max_seqlen_k invariant exchange strategy return_lse out lse stream").split()}))
 @hypothesis.settings(max_examples=400)

@@ -24,7 +24,8 @@ CASES = st.fixed_dictionaries(dict(
     dim=st.sampled_from([8, 16, 32]), dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     layout=st.sampled_from(LAYOUTS), queries=st.sampled_from(["as keys", "zigzag", "striped", None]),
     format=st.sampled_from(["bhtd", "bthd"]), causal=st.booleans(), window=st.booleans(), softcap=st.booleans(),
-    slopes=st.booleans(), sinks=st.booleans(), strided=st.booleans(),
+    slopes=st.booleans(), sinks=st.booleans(), strided=st.booleans(), apart=st.booleans(), expanded=st.booleans(),
+    first_rows=st.booleans(),
     strategy=st.sampled_from(["auto", "gather-states", "gather-kv"])))
 
 
@@ -197,6 +198,28 @@ def test_the_layer():
     torch.testing.assert_close(layer(q, *cache, cache_seqlens=lengths, queries=None), out)
 
 
+@pytest.mark.parametrize("rows, keys", [(7, 20), (20, 7), (6, 6), (3, 0)])
+def test_rows_at_the_first_positions(rows, keys):
+    """As torch counts with is_causal, by each of the ways to say so."""
+    q, k, v = torch.randn(2, 4, rows, 16), *torch.randn(2, 2, 4, keys, 16)
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True) if keys else torch.zeros_like(q)
+    layer = lt.ContextParallelAttention(causal=True, causal_alignment="upper_left")
+    for attend in (lambda q, k, v: lt.scaled_dot_product_attention(q, k, v, is_causal=True, causal_alignment="upper_left"),
+                   lambda q, k, v: lt.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(rows, keys)),
+                   layer,
+                   torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(attend(q, k, v), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_results_are_never_written_by_a_wrong_stride():
+    q, name = torch.randn(2, 7, 4, 16), lt._groups.name_of(None, None, DEVICE)
+    for out in (torch.zeros(2, 7, 4, 32)[..., ::2], torch.zeros(1, 7, 4, 16).expand(2, -1, -1, -1),
+                torch.zeros(16, 2, 7, 4).permute(1, 2, 3, 0)):
+        with pytest.raises(longspan.InputError, match="out"):
+            torch.ops.longspan.attend_out(q, q, q, name, out)
+        assert not out.any()
+
+
 Q, K = torch.zeros(1, 4, 6, 16), torch.zeros(1, 2, 6, 16)
 
 
@@ -224,9 +247,11 @@ def sdpa(q=Q, k=Q, v=None, **options):
     (lambda: sdpa(k=Q.to_sparse()), longspan.UnsupportedError, "key is torch.sparse_coo"),
     (lambda: sdpa(attn_mask=torch.zeros(6, 6)), longspan.UnsupportedError, "attn_mask"),
     (lambda: sdpa(attn_mask=torch.ones(6, 6).tril().bool()), longspan.UnsupportedError, "give is_causal=True"),
-    (lambda: sdpa(Q[:, :, :3], attn_mask=causal_upper_left(3, 6)), longspan.UnsupportedError, "the first 3 keys"),
+    (lambda: sdpa(Q[:, :, :3], attn_mask=causal_upper_left(3, 6), causal_alignment="lower_right"), longspan.InputError,
+     "attn_mask is causal_upper_left, and causal_alignment is 'lower_right'"),
+    (lambda: lt.ContextParallelAttention(causal_alignment="middle"), longspan.InputError, "causal_alignment is 'middle'"),
     (lambda: sdpa(dropout_p=0.5), longspan.UnsupportedError, "dropout_p"),
-    (lambda: sdpa(Q[:, :, :3], is_causal=True), longspan.InputError, "3 tokens and key has 6"),
+    (lambda: sdpa(Q[:, :, :3], is_causal=True), longspan.InputError, "3 tokens and key has 6.*'upper_left'"),
     (lambda: sdpa(causal_alignment="middle"), longspan.InputError, "causal_alignment"),
     (lambda: sdpa(keys="spiral"), longspan.InputError, "keys is 'spiral'"),
     (lambda: sdpa(queries=longspan.Sharding("listed")), longspan.InputError, "queries is 'listed'"),

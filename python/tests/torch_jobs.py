@@ -143,17 +143,23 @@ def cross_lengths(group, causal, layout):
     """#159634: query and key of different lengths, both sharded."""
     q, k, v = inputs(9, 1, 2, 2, 21, 50, 16)
     right, _ = wanted(q, k, v, causal=causal)
+    first, _ = wanted(q, k, v, causal=causal, first=0)
     q, k, v = (t.clone() for t in (q, k, v))
     with lt.context_parallel(group, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2], layout=layout,
                              causal_alignment="lower_right" if causal else None):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         whole, = lt.context_parallel_unshard(group, [out], [2])
         if causal:
-            from torch.nn.attention.bias import causal_lower_right
+            from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
             with lt.context_parallel(group, layout=layout):
                 same = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(21, 50))
+                upper = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(21, 50))
             assert torch.equal(same, out)
+            close(lt.context_parallel_unshard(group, [upper], [2])[0], first)
+            with lt.context_parallel(group, layout=layout, causal_alignment="upper_left"):
+                same = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert torch.equal(same, upper)
             with lt.context_parallel(group, layout=layout):
                 try:
                     F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -237,6 +243,10 @@ def any_shape(group, cases):
         if case["sinks"]:
             same["sinks"] = randn(case["seed"], case["heads"])
             options["sinks"] = host(same["sinks"])
+        if case.get("first_rows"):
+            options["first"], same["causal_alignment"] = 0, "upper_left"
+        if case.get("expanded"):
+            q, k, v = (t[:1].expand(t.shape) for t in (q, k, v))
         right, right_lse = wanted(q, k, v, causal=case["causal"], **options)
         layer = lt.ContextParallelAttention(group, layout=case["layout"], causal=case["causal"],
                                             format=case["format"], strategy=case["strategy"], **same)
@@ -244,7 +254,11 @@ def any_shape(group, cases):
         if case["format"] == "bthd":
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         own = [q if whole_rows else layer.shard(q), layer.shard(k), layer.shard(v)]
-        if case["strided"]:
+        if case.get("expanded") and not whole_rows:
+            own = [t[:1].expand(t.shape) for t in own]
+        if case.get("apart"):  # the last dimension is not dense
+            own = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in own]
+        elif case["strided"]:
             own = [torch.cat([torch.zeros_like(t), t], -1)[..., t.shape[-1]:] for t in own]
         out, lse = layer(*own, queries=case["queries"], return_lse=True)
         if not whole_rows:

@@ -21,9 +21,9 @@ namespace {
 
 /// A checked array of one or two dimensions, as the digest reads it.
 kernels::DigestArray digest_array(const Tensor& t) {
-  const bool matrix = t.dims == 2;
-  return {t.data, t.shape[matrix ? 1 : 0], matrix ? t.shape[0] : 1, matrix ? t.stride[0] : 0,
-          static_cast<int>(size_of(t.dtype))};
+  const bool matrix = t.dims == 2, repeats = matrix && t.stride[1] == 0;  // one scale of a row
+  return {t.data, repeats ? std::min<std::int64_t>(1, t.shape[1]) : t.shape[matrix ? 1 : 0],
+          matrix ? t.shape[0] : 1, matrix ? t.stride[0] : 0, static_cast<int>(size_of(t.dtype))};
 }
 
 }  // namespace

@@ -90,8 +90,8 @@ RunArrays common_arrays(const Args& args, const Options& options, int rank, int 
   a.keys = resolve(
       {options.keys, "keys", args.key_table, "key_table", args.total_keys, listed, -1, true},
       a.batch, rank, ranks, device);
-  a.k_scale = scales_of(args.k_scale, "k_scale", options.kv_heads, device);
-  a.v_scale = scales_of(args.v_scale, "v_scale", options.kv_heads, device);
+  a.k_scale = scales_of(args.k_scale, "k_scale", a.batch, options.kv_heads, device);
+  a.v_scale = scales_of(args.v_scale, "v_scale", a.batch, options.kv_heads, device);
   a.rope = rope_of(options.rope, args.rope_cos, args.rope_sin, device);
   return a;
 }
@@ -168,8 +168,21 @@ Slopes slopes_of(const Tensor& t, int batch, int heads, Device device) {
   return {Floats(t.data, t.dtype), heads};
 }
 
-ScaleView scales_of(const Tensor& t, const char* name, int kv_heads, Device device) {
+ScaleView scales_of(const Tensor& t, const char* name, int batch, int kv_heads, Device device) {
   if (!is_given(t)) return {};
+  if (t.dims == 2) {
+    check_tensor(t, name, DType::fp32, device);
+    require(t.shape[0] == batch && t.shape[1] == kv_heads,
+            "{} is {}; [1], [{}] or [{}, {}] is wanted: one scale, one of each kv head, or one of "
+            "each sequence and kv head",
+            name, shape_text(t), kv_heads, batch, kv_heads);
+    require(t.stride[0] >= 0 && (t.stride[1] == 0 || t.stride[1] == 1 || kv_heads == 1),
+            "{} has strides {} and {}; the first is not negative, and the last is 1, or 0 for one "
+            "scale of all kv heads",
+            name, t.stride[0], t.stride[1]);
+    return {static_cast<const float*>(t.data), 0, 0, kv_heads == 1 ? 0 : t.stride[1],
+            batch == 1 ? 0 : t.stride[0]};
+  }
   check_vector(t, name, t.dims == 1 && t.shape[0] == 1 ? 1 : kv_heads, DType::fp32, device);
   return ScaleView::dense(static_cast<const float*>(t.data), t.shape[0]);
 }
@@ -240,7 +253,7 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
   a.slopes = slopes_of(args.slopes, a.batch, options.heads, device);
   a.qq_bias = qq_bias_of(args.qq_bias, options.queries || args.query_start ? 0 : count_rows(args.q),
                          device);
-  a.q_scale = scales_of(args.q_scale, "q_scale", options.kv_heads, device);
+  a.q_scale = scales_of(args.q_scale, "q_scale", a.batch, options.kv_heads, device);
   a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
   return a;
 }
@@ -265,9 +278,9 @@ RunArrays call_arrays(const Args& args, std::int64_t tokens, int heads, int kv_h
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
   a.slopes = slopes_of(args.slopes, a.batch, heads, device);
   a.qq_bias = qq_bias_of(args.qq_bias, args.query_start ? 0 : tokens, device);
-  a.q_scale = scales_of(args.q_scale, "q_scale", kv_heads, device);
-  a.k_scale = scales_of(args.k_scale, "k_scale", kv_heads, device);
-  a.v_scale = scales_of(args.v_scale, "v_scale", kv_heads, device);
+  a.q_scale = scales_of(args.q_scale, "q_scale", a.batch, kv_heads, device);
+  a.k_scale = scales_of(args.k_scale, "k_scale", a.batch, kv_heads, device);
+  a.v_scale = scales_of(args.v_scale, "v_scale", a.batch, kv_heads, device);
   return a;
 }
 

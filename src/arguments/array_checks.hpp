@@ -39,8 +39,8 @@ int batch_of(const Tensor& kv_len);
 Floats floats_of(const Tensor& t, const char* name, std::int64_t extent, Device device);
 /// Checks dense ALiBi slopes [heads] or [batch, heads] of any float type.
 Slopes slopes_of(const Tensor& t, int batch, int heads, Device device);
-/// Checks an array [1] or [kv_heads] of fp32.
-ScaleView scales_of(const Tensor& t, const char* name, int kv_heads, Device device);
+/// Checks an array [1], [kv_heads] or [batch, kv_heads] of fp32.
+ScaleView scales_of(const Tensor& t, const char* name, int batch, int kv_heads, Device device);
 /// Checks an array [width, width] of any float type; width is at least `longest_query`.
 QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
 /// Checks the tables of a rotation, which are both given or neither.

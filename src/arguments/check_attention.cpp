@@ -42,12 +42,9 @@ void check_documents(const Documents& documents, int batch) {
 }
 
 /// Checks the padding and the used rows of each sequence, on the host only. The batch has `rows`.
-void check_used(const RunArrays& arrays, const kernels::Batch& batch, std::int64_t rows) {
-  kernels::Batch used = batch;
-  used.left_padding = arrays.left_padding;
-  used.used_rows = arrays.used_rows;
-  for (int b = 0; b < used.size; ++b)
-    kernels::check_used(used, b, batch.query_len(b, rows), batch.keys(b, arrays.keys),
+void check_used(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
+  for (int b = 0; b < batch.size; ++b)
+    kernels::check_used(batch, b, batch.query_len(b, rows), batch.keys(b, shard),
                         [](kernels::Fault fault, int where, std::int64_t most, std::int64_t found) {
                           throw_fault({fault, where, most, found});
                         });
@@ -78,13 +75,16 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
         "rotated too; rotate the rows before, and make the layer without rope.dim");
 }
 
-/// Checks that the tables of RoPE have the positions of all rows, `rows` in all.
+/// Checks that the tables of RoPE have the positions of all rows, `rows` in all. They lie in their
+/// sequences as `mask` says.
 void check_rope_positions(const kernels::Batch& batch, std::int64_t rows, const Shard& shard,
-                          const Rope& rope) {
+                          const Rope& rope, const Mask& mask) {
   if (rope.positions == 0) return;
   for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t own =
+        batch.used_rows != nullptr ? batch.used_rows[b] : batch.query_len(b, rows);
     const std::int64_t needed =
-        farthest_position(batch.query_len(b, rows), batch.keys(b, shard)) + 1;
+        farthest_position(mask.first_row(own, batch.keys(b, shard)), own) + 1;
     if (needed > rope.positions) throw_fault({kernels::Fault::rope, b, rope.positions, needed});
   }
 }
@@ -125,10 +125,10 @@ void check_grown(const Tensor& k, const Tensor& v, const Tensor& new_k, const Te
 
 /// Checks, on the host only, the values of the scales of a call.
 void check_factors(const RunArrays& a, const Options& options, bool grows) {
-  check_scales(a.q_scale, "q_scale", options.kv_heads, false);
-  check_scales(a.k_scale, "k_scale", options.kv_heads, grows);
-  check_scales(a.v_scale, "v_scale", options.kv_heads, grows);
-  check_scales(ScaleView::dense(a.out_scale, 1), "out_scale", 1, true);
+  check_scales(a.q_scale, "q_scale", a.batch, options.kv_heads, false);
+  check_scales(a.k_scale, "k_scale", a.batch, options.kv_heads, grows);
+  check_scales(a.v_scale, "v_scale", a.batch, options.kv_heads, grows);
+  check_scales(ScaleView::dense(a.out_scale, 1), "out_scale", 1, 1, true);
   check_score_factors(options.score, options.head_dim, a, options.heads, options.kv_heads);
 }
 
@@ -364,7 +364,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   const CacheView cache =
       check_cache(args.k, args.v, args.block_table, arrays.batch, options, device);
   arrays.v_scale = scales_of_values(args.k, "k", args.v, "v", arrays.k_scale, arrays.v_scale,
-                                    options.kv_heads, device);
+                                    arrays.batch, options.kv_heads, device);
   check_quantised(dtypes.of_query(), "q", dtypes.compute, bool{args.q_scale}, "q_scale");
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
   check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
@@ -376,6 +376,10 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
 
   const bool grows = args.new_k || args.new_v;
   if (grows) {
+    require(options.mask.alignment == Alignment::lower_right,
+            "new_k is given and mask.alignment is {}: new keys are the last of their sequence and "
+            "these rows the first; append the keys ahead (Attention::append)",
+            name(options.mask.alignment));
     check_new_rows(append_of(args), options, device);
     require(args.new_k.shape[0] == rows,
             "new_k has {} rows; there are {} of q, and it has their keys: append others ahead",
@@ -384,19 +388,22 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   }
   check_results(args, grows);
 
-  const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+  kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
+  batch.left_padding = arrays.left_padding;
+  batch.used_rows = arrays.used_rows;
   if (device == Device::host || arrays.kv_len == nullptr)
     check_total_keys(batch, arrays.keys, options.limits.max_total_keys);
   if (device == Device::host) {
     check_lengths(batch, rows, arrays.keys, cache, options.limits.max_kv_len);
     if (grows) check_growth(batch, rows, arrays.keys);
-    check_rope_positions(batch, rows, arrays.keys, arrays.rope);
+    check_rope_positions(batch, rows, arrays.keys, arrays.rope, options.mask);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
     check_documents(arrays.documents, arrays.batch);
-    check_used(arrays, batch, rows);
+    check_used(batch, rows, arrays.keys);
     check_factors(arrays, options, grows);
   } else if (arrays.kv_len == nullptr) {
-    if (arrays.query_start == nullptr) check_rope_positions({}, rows, arrays.keys, arrays.rope);
+    if (arrays.query_start == nullptr)
+      check_rope_positions({}, rows, arrays.keys, arrays.rope, options.mask);
     if (arrays.keys.layout != Layout::ranges) check_room(arrays.keys, cache);
   }
   return {cache, arrays};
@@ -409,7 +416,7 @@ Checked check_append(const Append& tokens, const Options& options, const Communi
   const CacheView cache =
       check_cache(tokens.k, tokens.v, tokens.block_table, arrays.batch, options, device);
   arrays.v_scale = scales_of_values(tokens.k, "k", tokens.v, "v", arrays.k_scale, arrays.v_scale,
-                                    options.kv_heads, device);
+                                    arrays.batch, options.kv_heads, device);
   const DTypes& dtypes = options.dtypes;
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{tokens.k_scale}, "k_scale");
   check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
@@ -418,12 +425,12 @@ Checked check_append(const Append& tokens, const Options& options, const Communi
     const kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
     check_lengths(batch, tokens.new_k.shape[0], arrays.keys, cache, options.limits.max_kv_len);
     check_growth(batch, tokens.new_k.shape[0], arrays.keys);
-    check_rope_positions(batch, tokens.new_k.shape[0], arrays.keys, arrays.rope);
-    check_scales(arrays.k_scale, "k_scale", options.kv_heads, true);
-    check_scales(arrays.v_scale, "v_scale", options.kv_heads, true);
+    check_rope_positions(batch, tokens.new_k.shape[0], arrays.keys, arrays.rope, {});
+    check_scales(arrays.k_scale, "k_scale", arrays.batch, options.kv_heads, true);
+    check_scales(arrays.v_scale, "v_scale", arrays.batch, options.kv_heads, true);
   } else if (arrays.kv_len == nullptr) {
     if (arrays.query_start == nullptr)
-      check_rope_positions({}, tokens.new_k.shape[0], arrays.keys, arrays.rope);
+      check_rope_positions({}, tokens.new_k.shape[0], arrays.keys, arrays.rope, {});
     if (arrays.keys.layout != Layout::ranges) check_room(arrays.keys, cache);
   }
   return {cache, arrays};

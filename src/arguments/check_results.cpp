@@ -28,7 +28,7 @@ void check_factors(const Tensor& factors, const char* name, std::int64_t count, 
                    Device device) {
   const float* values = array_of<float>(factors, name, count, device);
   if (device == Device::host)
-    check_scales(ScaleView::dense(values, count), name, static_cast<int>(count), divides);
+    check_scales(ScaleView::dense(values, count), name, 1, static_cast<int>(count), divides);
 }
 
 void check_memory(std::initializer_list<Written> results, std::initializer_list<Read> inputs) {

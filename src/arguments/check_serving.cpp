@@ -43,9 +43,9 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
         (std::is_same_v<Args, AttendState> ? "attend_state" : "calls over a paged cache") +
         "; leave it off");
   if (device != Device::host) return;
-  check_scales(arrays.q_scale, "q_scale", shape.kv_heads, false);
-  check_scales(arrays.k_scale, "k_scale", shape.kv_heads, false);
-  check_scales(arrays.v_scale, "v_scale", shape.kv_heads, false);
+  check_scales(arrays.q_scale, "q_scale", arrays.batch, shape.kv_heads, false);
+  check_scales(arrays.k_scale, "k_scale", arrays.batch, shape.kv_heads, false);
+  check_scales(arrays.v_scale, "v_scale", arrays.batch, shape.kv_heads, false);
   check_score_factors(args.score, shape.head_dim, arrays, shape.heads, shape.kv_heads);
 }
 
@@ -98,7 +98,7 @@ Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
                               ? view_pages(k, v, args.block_table, wanted, device, k_name, v_name)
                               : view_contiguous(k, v, wanted, device);
   arrays.v_scale = scales_of_values(k, k_name, v, v_name, arrays.k_scale, arrays.v_scale,
-                                    shape.kv_heads, device);
+                                    arrays.batch, shape.kv_heads, device);
   kernels::check_head_dims(shape.head_dim, shape.value_dim);
   check_quantised(v.dtype, v_name, shape.dtype, bool{arrays.v_scale}, "v_scale");
   check_call(args, shape, arrays, device);
@@ -111,6 +111,13 @@ void check_result(const PagedAttention& args, const PagedShape& shape, bool has_
   check_rows(args.out, "out", shape.tokens, shape.heads, shape.value_dim, args.out.dtype, device);
   check_quantised(args.out.dtype, "out", shape.dtype, has_scale, scale_name);
   if (args.lse) check_lse(args.lse.tensor, "lse", shape.tokens, shape.heads, device);
+}
+
+/// Checks a factor of the result that may stand in place of out_scale.
+void check_inverse(const PagedAttention& args, const Tensor& out_scale_inv, Device device) {
+  require(!args.out_scale || !out_scale_inv,
+          "out_scale divides and out_scale_inv multiplies; give one of them");
+  check_factors(out_scale_inv, "out_scale_inv", 1, false, device);
 }
 
 }  // namespace
@@ -152,7 +159,7 @@ Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool ne
   require(bool{args.block_table}, "block_table is missing");
   Checked checked = check_inputs(args, shape, device);
   if (device == Device::host)
-    check_scales(ScaleView::dense(checked.arrays.out_scale, 1), "out_scale", 1, true);
+    check_scales(ScaleView::dense(checked.arrays.out_scale, 1), "out_scale", 1, 1, true);
   require(!needs_out || args.out.dims > 0, "out is missing");
   require(args.out.dims > 0 || (!args.lse && !args.out_scale),
           "lse and out_scale go with out, which is missing");
@@ -161,13 +168,15 @@ Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool ne
 
 void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device) {
   const PagedAttention& paged = args.attention;
+  require(paged.mask.alignment == Alignment::lower_right,
+          "mask.alignment is {}: the keys k are the last of their sequence, and these rows have "
+          "their positions; leave it lower_right",
+          name(paged.mask.alignment));
   check_rows(args.k, "k", shape.tokens, shape.kv_heads, shape.head_dim, shape.dtype, device);
   check_rows(args.v, "v", shape.tokens, shape.kv_heads, shape.value_dim, shape.dtype, device);
-  require(!paged.out_scale || !args.out_scale_inv,
-          "out_scale divides and out_scale_inv multiplies; give one of them");
   check_result(paged, shape, paged.out_scale || args.out_scale_inv, "out_scale or out_scale_inv",
                device);
-  check_factors(args.out_scale_inv, "out_scale_inv", 1, false, device);
+  check_inverse(paged, args.out_scale_inv, device);
   check_memory({{paged.out, "out"}, {paged.lse.tensor, "lse"}}, {{paged.q, "q"},
                                                                  {args.k, "k"},
                                                                  {args.v, "v"},
@@ -175,9 +184,11 @@ void check_new_keys(const ContextAttention& args, const PagedShape& shape, Devic
                                                                  {paged.v_cache, "v_cache"}});
 }
 
-void check_output(const PagedAttention& args, const PagedShape& shape, Device device) {
+void check_output(const PagedAttention& args, const Tensor& out_scale_inv, const PagedShape& shape,
+                  Device device) {
   if (args.out.dims == 0) return;
-  check_result(args, shape, bool{args.out_scale}, "out_scale", device);
+  check_inverse(args, out_scale_inv, device);
+  check_result(args, shape, args.out_scale || out_scale_inv, "out_scale", device);
   check_memory({{args.out, "out"}, {args.lse.tensor, "lse"}},
                {{args.q, "q"}, {args.k_cache, "k_cache"}, {args.v_cache, "v_cache"}});
 }
@@ -201,8 +212,13 @@ Checked check_append(const AppendKv& args, Device device) {
   require(args.slots || tokens == 0, "slots is missing");
   array_of<std::int64_t>(args.slots, "slots", tokens, device);
   RunArrays arrays;
-  arrays.k_scale = scales_of(args.k_scale, "k_scale", static_cast<int>(kv_heads), device);
-  arrays.v_scale = scales_of(args.v_scale, "v_scale", static_cast<int>(kv_heads), device);
+  for (const auto& [scale, name] :
+       {std::pair{&args.k_scale, "k_scale"}, std::pair{&args.v_scale, "v_scale"}})
+    require(scale->dims < 2,
+            "{} is {}; [1] or [kv_heads] is wanted: slots do not say which sequence a token is of",
+            name, shape_text(*scale));
+  arrays.k_scale = scales_of(args.k_scale, "k_scale", 1, static_cast<int>(kv_heads), device);
+  arrays.v_scale = scales_of(args.v_scale, "v_scale", 1, static_cast<int>(kv_heads), device);
   require(tokens <= kMostCount, "k is {}: {} tokens; 0 to 2^31 - 1 are possible",
           shape_text(args.k), tokens);
   const CacheView cache = view_pages(args.k_cache, args.v_cache, {},
@@ -210,7 +226,7 @@ Checked check_append(const AppendKv& args, Device device) {
                                      "k_cache", "v_cache");
   arrays.v_scale =
       scales_of_values(args.k_cache, "k_cache", args.v_cache, "v_cache", arrays.k_scale,
-                       arrays.v_scale, static_cast<int>(kv_heads), device);
+                       arrays.v_scale, 1, static_cast<int>(kv_heads), device);
   check_quantised(args.v_cache.dtype, "v_cache", args.k.dtype, bool{arrays.v_scale}, "v_scale");
   check_written_cache(args.k_cache, "k_cache", args.v_cache, "v_cache");
   for (const auto& [to, name] :
@@ -219,8 +235,8 @@ Checked check_append(const AppendKv& args, Device device) {
     if (args.v) check_overlap(*to, name, args.v, "v");
   }
   if (device == Device::host) {
-    check_scales(arrays.k_scale, "k_scale", static_cast<int>(kv_heads), true);
-    check_scales(arrays.v_scale, "v_scale", static_cast<int>(kv_heads), true);
+    check_scales(arrays.k_scale, "k_scale", 1, static_cast<int>(kv_heads), true);
+    check_scales(arrays.v_scale, "v_scale", 1, static_cast<int>(kv_heads), true);
   }
   return {cache, arrays};
 }

@@ -28,7 +28,8 @@ void check_sizes(const Tensor& q, const PagedShape& shape, std::int64_t slots);
 Checked check_paged(const PagedAttention& args, const PagedShape& shape, bool needs_out,
                     Device device);
 /// Checks out and lse, if out is given.
-void check_output(const PagedAttention& args, const PagedShape& shape, Device device);
+void check_output(const PagedAttention& args, const Tensor& out_scale_inv, const PagedShape& shape,
+                  Device device);
 void check_new_keys(const ContextAttention& args, const PagedShape& shape, Device device);
 void check_segments(const Segments& segments, std::int64_t tokens, std::int64_t heads,
                     std::int64_t least_dim, Device device);

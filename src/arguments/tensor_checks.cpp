@@ -144,12 +144,21 @@ void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, co
                    : "it must lie apart");
 }
 
-void check_scales(const ScaleView& scales, const char* name, int kv_heads, bool divides) {
+std::string scale_index(const ScaleView& scales, int sequence, int kv_head) {
+  if (scales.sequence_stride == 0) return fmt::to_string(kv_head);
+  return fmt::format("{}, {}", sequence, kv_head);
+}
+
+void check_scales(const ScaleView& scales, const char* name, int batch, int kv_heads,
+                  bool divides) {
   if (!scales) return;
-  for (int h = 0; h < scales.count(kv_heads); ++h)
-    require(std::isfinite(scales.of(h)) && !(divides && scales.of(h) == 0.0f),
-            "{}[{}] is {}; a scale is a finite number{}", name, h, scales.of(h),
-            divides ? ", and not 0 where it divides" : "");
+  for (int b = 0; b < scales.sequences(batch); ++b)
+    for (int h = 0; h < scales.count(kv_heads); ++h) {
+      const float scale = scales.of(b, h);
+      require(std::isfinite(scale) && !(divides && scale == 0.0f),
+              "{}[{}] is {}; a scale is a finite number{}", name, scale_index(scales, b, h), scale,
+              divides ? ", and not 0 where it divides" : "");
+    }
 }
 
 namespace {
@@ -410,8 +419,8 @@ bool lies_in(const Tensor& v, const Tensor& k) {
 }  // namespace
 
 ScaleView scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
-                           const ScaleView& k_scale, const ScaleView& v_scale, int kv_heads,
-                           Device device) {
+                           const ScaleView& k_scale, const ScaleView& v_scale, int batch,
+                           int kv_heads, Device device) {
   if (!v_scale && k.size() == 0 && v.size() == 0) return k_scale;
   if (!lies_in(v, k)) return v_scale;
   if (!v_scale) return k_scale;
@@ -425,11 +434,15 @@ ScaleView scales_of_values(const Tensor& k, const char* k_name, const Tensor& v,
           "and what they hold cannot be compared on a GPU without waiting for it: give the same "
           "tensor as both, or leave v_scale out",
           v_name, k_name);
-  for (int h = 0; h < kv_heads; ++h)
-    require(v_scale.of(h) == k_scale.of(h),
-            "k_scale is {} and v_scale is {} of kv head {}; {} lies in the memory of {}, which has "
-            "one scale: give the same, or leave v_scale out",
-            k_scale.of(h), v_scale.of(h), h, v_name, k_name);
+  const int sequences = std::max(k_scale.sequences(batch), v_scale.sequences(batch));
+  for (int b = 0; b < sequences; ++b)
+    for (int h = 0; h < kv_heads; ++h)
+      require(
+          v_scale.of(b, h) == k_scale.of(b, h),
+          "k_scale is {} and v_scale is {} of kv head {}{}; {} lies in the memory of {}, which has "
+          "one scale: give the same, or leave v_scale out",
+          k_scale.of(b, h), v_scale.of(b, h), h,
+          sequences > 1 ? fmt::format(" of sequence {}", b) : "", v_name, k_name);
   return k_scale;
 }
 

@@ -76,9 +76,12 @@ void check_written(const Tensor& t, const char* name);
 void check_overlap(const Tensor& out, const char* out_name, const Tensor& in, const char* in_name,
                    bool in_place = false);
 
+/// The index of a scale in its array, for messages: "kv_head", or "sequence, kv_head".
+std::string scale_index(const ScaleView& scales, int sequence, int kv_head);
+
 /// Checks, on the host only, that the scales of a quantised tensor are finite, and those used as
 /// divisors not 0.
-void check_scales(const ScaleView& scales, const char* name, int kv_heads, bool divides);
+void check_scales(const ScaleView& scales, const char* name, int batch, int kv_heads, bool divides);
 
 /// Views [batch, heads, tokens, dim], as models hold queries and results, as rows of the batch:
 /// [batch * tokens, heads, dim], or [batch, tokens, heads, dim] if sequences lie apart, so that
@@ -161,8 +164,8 @@ bool values_in_keys(const Tensor& k, const Tensor& v);
 /// different scale: compared by value on the host, by address on a GPU, whose values cannot be read
 /// here. A rank without keys may leave it out, too.
 ScaleView scales_of_values(const Tensor& k, const char* k_name, const Tensor& v, const char* v_name,
-                           const ScaleView& k_scale, const ScaleView& v_scale, int kv_heads,
-                           Device device);
+                           const ScaleView& k_scale, const ScaleView& v_scale, int batch,
+                           int kv_heads, Device device);
 
 /// Whether new keys need new values. False if v is the first columns of k; then there must be none.
 bool needs_new_values(const Tensor& new_v, const char* new_name, const Tensor& k,

@@ -90,6 +90,9 @@ void check_gradient_options(const Options& o) {
 
 void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (mask.alignment > Alignment::upper_left)
+    refuse(fmt::format("alignment of number {} is not one of {}", static_cast<int>(mask.alignment),
+                       fmt::join(choice_names<Alignment>(), ", ")));
   if (mask.window < 0) refuse(fmt::format("window {} is negative; 0 means no window", mask.window));
   if (mask.window > kMost)
     refuse(fmt::format("window {} is beyond 2^31 - 1; 0 means no window", mask.window));
@@ -137,15 +140,19 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
                          int heads, int kv_heads) {
   const float scale = score.scale_of(head_dim);
-  const int factors = std::max(arrays.q_scale.count(kv_heads), arrays.k_scale.count(kv_heads));
-  for (int h = 0; h < factors && (arrays.q_scale || arrays.k_scale); ++h) {
-    const float product = scale * arrays.q_scale.of(h) * arrays.k_scale.of(h);
-    const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
-    require(std::isfinite(product) && std::isfinite(factor),
-            "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
-            "scores would be NaN",
-            h, arrays.q_scale.of(h), h, arrays.k_scale.of(h), product, scale);
-  }
+  const ScaleView &of_q = arrays.q_scale, &of_k = arrays.k_scale;
+  const int heads_apart = of_q || of_k ? std::max(of_q.count(kv_heads), of_k.count(kv_heads)) : 0;
+  for (int b = 0; b < std::max(of_q.sequences(arrays.batch), of_k.sequences(arrays.batch)); ++b)
+    for (int h = 0; h < heads_apart; ++h) {
+      const float product = scale * of_q.of(b, h) * of_k.of(b, h);
+      const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
+      require(
+          std::isfinite(product) && std::isfinite(factor),
+          "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
+          "scores would be NaN",
+          scale_index(of_q, b, h), of_q.of(b, h), scale_index(of_k, b, h), of_k.of(b, h), product,
+          scale);
+    }
   constexpr float kMostSlope = 1e29f;  // with 2^31 positions its biases are finite in base 2
   const Slopes& slopes = arrays.slopes;
   const std::int64_t rows = slopes.sequence_stride > 0 ? arrays.batch : 1;
@@ -259,6 +266,7 @@ std::string text_of(std::int64_t number) { return fmt::to_string(number); }
 std::string text_of(const std::string& text) { return text; }
 std::string text_of(DType dtype) { return name(dtype); }
 std::string text_of(Alibi alibi) { return name(alibi); }
+std::string text_of(Alignment alignment) { return name(alignment); }
 std::string text_of(Exchange exchange) { return name(exchange); }
 std::string text_of(float number) { return fmt::format("{}", number); }
 /// The scale of the scores is the only one that may be left out.

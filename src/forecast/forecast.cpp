@@ -37,7 +37,7 @@ double transfer_seconds(double bytes, double far_bytes, const Machine& machine) 
 class Work {
  public:
   Work(const Options& options, int ranks, const RunSize& size)
-      : options_(options), ranks_(ranks), batch_(sequences_of(size)) {}
+      : options_(options), ranks_(ranks), batch_(sequences_of(size, options.mask)) {}
 
   double flops() const {
     const Options& o = options_;

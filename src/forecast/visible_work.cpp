@@ -12,10 +12,15 @@ namespace {
 
 constexpr std::int64_t kTile = 128;  // rows, and keys
 
+/// The position behind the last row of all ranks.
+std::int64_t row_end(const Mask& mask, const Sequences& s) {
+  return mask.first_row(s.rows, s.keys) + s.rows;
+}
+
 /// The keys that the row at a position sees.
 double seen_by_row(const Mask& mask, const Sequences& s, std::int64_t position) {
   double keys = 0;
-  for (const Interval& one : kernels::MaskRule{mask, {}, s.keys}(position).part)
+  for (const Interval& one : kernels::MaskRule{mask, {}, s.keys, row_end(mask, s)}(position).part)
     if (!one.empty()) keys += static_cast<double>(one.end - one.begin);
   return keys;
 }
@@ -48,8 +53,8 @@ class Share {
   Share(const Shard& own, bool by_keys, const Mask& mask, const Sequences& sequence, int group)
       : own_(own),
         by_keys_(by_keys),
-        rule_{mask, {}, sequence.keys},
-        first_row_(sequence.first_row()),
+        rule_{mask, {}, sequence.keys, row_end(mask, sequence)},
+        first_row_(mask.first_row(sequence.rows, sequence.keys)),
         own_heads_(by_keys ? 1 : group),
         other_heads_(by_keys ? group : 1),
         whole_(by_keys ? sequence.keys : sequence.rows),
@@ -114,10 +119,11 @@ double tiles_of_rank(const Sharding& dealt, bool by_keys, const Mask& mask,
 
 }  // namespace
 
-std::vector<Sequences> sequences_of(const RunSize& size) {
+std::vector<Sequences> sequences_of(const RunSize& size, const Mask& mask) {
   constexpr std::size_t kLengths = 256;
-  const auto seen = [](std::int64_t rows, std::int64_t keys, double count) {
-    return Sequences{std::min(rows, keys), keys, count};  // rows past the keys see nothing
+  const bool see_nothing = mask.alignment == Alignment::lower_right;  // rows past the keys
+  const auto seen = [see_nothing](std::int64_t rows, std::int64_t keys, double count) {
+    return Sequences{see_nothing ? std::min(rows, keys) : rows, keys, count};
   };
   if (size.each.empty()) {
     const double count = std::max(1.0, size.sequences);
@@ -152,7 +158,7 @@ double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch) {
     for_cells(s.rows, cells_of_each(kCells, batch),
               [&](std::int64_t begin, std::int64_t end, std::int64_t middle) {
                 pairs += s.count * static_cast<double>(end - begin) *
-                         seen_by_row(mask, s, s.first_row() + middle);
+                         seen_by_row(mask, s, mask.first_row(s.rows, s.keys) + middle);
               });
   return pairs;
 }

@@ -19,17 +19,15 @@
 
 namespace longspan {
 
-/// Sequences of a run with the same sizes. Their rows are the last positions.
+/// Sequences of a run with the same sizes.
 struct Sequences {
   std::int64_t rows = 0, keys = 0;  // of each of them
   double count = 1;
-
-  std::int64_t first_row() const { return keys - rows; }
 };
 
 /// The sequences of a run, grouped by size. Of hundreds of different lengths, neighbours are
 /// represented by their middle one.
-std::vector<Sequences> sequences_of(const RunSize& size);
+std::vector<Sequences> sequences_of(const RunSize& size, const Mask& mask);
 
 /// The number of visible pairs of a row and a key.
 double visible_pairs(const Mask& mask, const std::vector<Sequences>& batch);

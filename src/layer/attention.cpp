@@ -256,6 +256,7 @@ struct Attention::Impl {
     p.geometry.shard = append.shard;
     p.pages = append.pages;
     p.geometry.max_query_len = 0;  // the limit is for queries; a longer prompt may be appended
+    p.geometry.mask.alignment = Alignment::lower_right;  // new keys are the last of a sequence
     p.is_append = true;
     p.slot_count = cache.keys;
     p.rope_positions = append.rope.positions;

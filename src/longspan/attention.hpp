@@ -21,7 +21,8 @@
 /// A block table says which page holds the i-th keys of a sequence. In a sharded cache each rank
 /// has its own pages and its own table. Local key i of a sequence (shard.hpp gives its position)
 /// lies in row i % page of page table[i / page]. Entries that no visible key needs are neither
-/// checked nor read.
+/// checked nor read. In a cache [rows, capacity, kv_heads, head_dim] of which each sequence uses
+/// some row, a row is a page: the table has one column.
 #pragma once
 
 #include <cstddef>
@@ -79,7 +80,8 @@ struct AttentionArgs {
                             ///< 1]. Listed: [max_tokens], -1 past the rank's last row (several
                             ///< ranks, or none, may list a row of the results)
 
-  Tensor q_scale = {};    ///< [1] or [kv_heads] fp32; required for a q of fp8
+  Tensor q_scale = {};    ///< [1], [kv_heads] or [batch, kv_heads] fp32, whose last stride is 1, or
+                          ///< 0 for one number; required for a q of fp8
   Tensor k_scale = {};    ///< like q_scale, for k
   Tensor v_scale = {};    ///< like q_scale, for v. If v is the first columns of k, it is k_scale:
                           ///< the same values, on GPUs the same tensor, or left out
@@ -127,7 +129,7 @@ struct Append {
   Tensor kv_len = {};           ///< [batch] int32 keys of the whole sequences, new ones included
   Tensor block_table = {};      ///< as in AttentionArgs
   Tensor key_table = {};        ///< as in AttentionArgs
-  Tensor k_scale = {};          ///< [1] or [kv_heads] fp32; a cache of fp8 stores x / scale
+  Tensor k_scale = {};          ///< as in AttentionArgs; a cache of fp8 stores x / scale
   Tensor v_scale = {};          ///< like k_scale; as in AttentionArgs
   Tensor rope_cos = {};         ///< as in AttentionArgs
   Tensor rope_sin = {};         ///< as in AttentionArgs

@@ -23,20 +23,40 @@ struct Interval {
   LONGSPAN_HD bool empty() const { return begin >= end; }
 };
 
+/// Which positions of its sequence the query rows have. Row t of q_len rows is counted over all
+/// ranks.
+enum class Alignment : std::uint8_t {
+  lower_right,  ///< the last ones: row t has position kv_len - q_len + t, as in decode and prefill
+  upper_left,   ///< the first ones: row t has position t, as PyTorch's is_causal counts
+};
+
+/// "lower_right" or "upper_left"; "no alignment" for an invalid number.
+constexpr const char* name(Alignment alignment) {
+  constexpr const char* names[] = {"lower_right", "upper_left"};
+  return alignment <= Alignment::upper_left ? names[static_cast<int>(alignment)] : "no alignment";
+}
+
 /// A query at position i of its sequence sees key j iff
 ///   0 <= j < kv_len,   causal: j <= i,   window w > 0: i - j < w,   right r >= 0: j - i <= r.
-/// A sequence's query rows are its last positions: row t of q_len rows, counted over all ranks, has
-/// position kv_len - q_len + t (bottom-right alignment).
+/// The alignment says which positions the rows have. Everything that depends on a row's position
+/// follows it: mask, ALiBi, qq_bias and RoPE.
 struct Mask {
   bool causal = false;      ///< no key after the query's own position
   std::int64_t window = 0;  ///< keys to the left, the query's own included; 0: no bound. In the
                             ///< usual (left, right) notation, left = window - 1.
   std::int64_t right = -1;  ///< keys to the right; -1: no bound. Causal overrides it.
+  Alignment alignment = Alignment::lower_right;  ///< the positions of the query rows
+
+  /// The position of the first of a sequence's `rows` query rows.
+  LONGSPAN_HD std::int64_t first_row(std::int64_t rows, std::int64_t kv_len) const {
+    return alignment == Alignment::upper_left ? 0 : kv_len - rows;
+  }
 
   /// The keys that a query at `position` sees of a sequence of `kv_len` keys.
   LONGSPAN_HD Interval visible(std::int64_t position, std::int64_t kv_len) const {
     Interval keys{0, kv_len};
-    if (window > 0 && position - window + 1 > 0) keys.begin = position - window + 1;
+    if (window > 0 && position - window + 1 > 0)
+      keys.begin = position - window + 1 < kv_len ? position - window + 1 : kv_len;
     if (causal) {
       if (position + 1 < keys.end) keys.end = position + 1;
     } else if (right >= 0 && position + right + 1 < keys.end) {

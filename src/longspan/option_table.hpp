@@ -23,6 +23,10 @@ namespace longspan {
 constexpr std::array<Alibi, 3> choices(Alibi) {
   return {Alibi::context, Alibi::query, Alibi::sqrt};
 }
+/// Every Alignment.
+constexpr std::array<Alignment, 2> choices(Alignment) {
+  return {Alignment::lower_right, Alignment::upper_left};
+}
 /// Every Exchange.
 constexpr std::array<Exchange, 4> choices(Exchange) {
   return {Exchange::automatic, Exchange::peer_buffers, Exchange::peer_buffers_apart,
@@ -98,6 +102,7 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("mask.", "causal", "causal", "--causal", o.mask.causal);
   is("mask.", "window", "window_size", "--window", o.mask.window);
   is("mask.", "right", "window_size", "--right", o.mask.right);
+  is("mask.", "alignment", "causal_alignment", "--causal-alignment", o.mask.alignment);
 
   visit_score_options(o.score, visit);
 

@@ -100,11 +100,11 @@ struct Rope {
   }
 };
 
-/// The greatest distance from position 0 of the last `rows` of `length` positions, which may be
-/// fewer: the tables need one position more.
-LONGSPAN_HD inline std::int64_t farthest_position(std::int64_t rows, std::int64_t length) {
+/// The greatest distance from position 0 of `rows` positions from `first` on, which may be
+/// negative: the tables need one position more.
+LONGSPAN_HD inline std::int64_t farthest_position(std::int64_t first, std::int64_t rows) {
   if (rows <= 0) return -1;
-  return length - 1 > rows - length ? length - 1 : rows - length;
+  return first + rows - 1 > -first ? first + rows - 1 : -first;
 }
 
 }  // namespace longspan

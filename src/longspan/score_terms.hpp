@@ -56,7 +56,7 @@ LONGSPAN_HD inline Slopes slopes_from(const Slopes& slopes, int head) {
 }
 
 /// The part that depends on the positions of query and key: i and j are positions in the sequence,
-/// and context_len = kv_len - q_len is the position of the sequence's first query.
+/// and context_len is the position of the sequence's first query, kv_len - q_len by default.
 struct Bias {
   Slopes slopes;                 ///< of ALiBi
   Alibi alibi = Alibi::context;  ///< the distance that the slopes multiply

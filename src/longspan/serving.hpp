@@ -89,7 +89,7 @@ struct PagedAttention {
   Tensor sinks = {};             ///< [heads], of any float type; optional
   Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
-  Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
+  Tensor q_scale = {};           ///< [1], [kv_heads] or [batch, kv_heads] fp32; fp8 needs it
   Tensor k_scale = {};           ///< like q_scale
   Tensor v_scale = {};           ///< like q_scale
   Workspace workspace = {};      ///< of the call that this belongs to
@@ -126,11 +126,12 @@ struct ReduceSegments {
 };
 
 /// Chunked prefill: the first kv_len - q_len keys of a sequence lie in the cache. The last q_len
-/// are new and laid out like q. k_scale and v_scale are for the cache.
+/// are new and laid out like q. k_scale and v_scale are for the cache. Without k and v the cache
+/// holds the new keys too.
 struct ContextAttention {
-  PagedAttention attention;   ///< queries, and the keys before them
-  Tensor k;                   ///< [tokens, kv_heads, head_dim], of the type of the products
-  Tensor v;                   ///< [tokens, kv_heads, value_dim], of the same type
+  PagedAttention attention;  ///< queries, and the keys before them
+  Tensor k = {};  ///< [tokens, kv_heads, head_dim], of the type of the products; optional
+  Tensor v = {};  ///< [tokens, kv_heads, value_dim], of the same type; given as k is
   bool skip_decode = false;   ///< leaves out sequences of one query; their rows stay untouched
   Tensor out_scale_inv = {};  ///< [1] fp32: out = result * scale_inv, in place of out_scale
 };
@@ -187,7 +188,7 @@ struct AttendState {
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
   Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
-  Tensor q_scale = {};           ///< [1] or [kv_heads] fp32; fp8 needs it
+  Tensor q_scale = {};           ///< [1], [kv_heads] or [batch, kv_heads] fp32; fp8 needs it
   Tensor k_scale = {};           ///< like q_scale
   Tensor v_scale = {};           ///< like q_scale
   Workspace workspace = {};      ///< at least workspace_bytes of this call

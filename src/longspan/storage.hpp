@@ -52,19 +52,26 @@ LONGSPAN_HD constexpr std::size_t size_of(DType dtype) {
 }
 
 /// Scales of quantised rows, fp32. A stored element x stands for x * scale. One scale of a whole
-/// tensor has strides of 0. Scales of kv heads have a head_stride, and scales of keys the others.
+/// tensor has strides of 0. Scales of kv heads have a head_stride, those of each sequence and kv
+/// head a sequence_stride too, and scales of keys the others.
 struct ScaleView {
-  const float* data = nullptr;   ///< null: not given, and all scales are 1
-  std::int64_t page_stride = 0;  ///< from page to page of a cache, in scales
-  std::int64_t row_stride = 0;   ///< from key to key
-  std::int64_t head_stride = 0;  ///< from kv head to kv head
+  const float* data = nullptr;       ///< null: not given, and all scales are 1
+  std::int64_t page_stride = 0;      ///< from page to page of a cache, in scales
+  std::int64_t row_stride = 0;       ///< from key to key
+  std::int64_t head_stride = 0;      ///< from kv head to kv head
+  std::int64_t sequence_stride = 0;  ///< from sequence to sequence
 
   /// None.
   ScaleView() = default;
   /// Scales at any strides. There is no constructor of fewer arguments, because {data, true} would
   /// mean strides.
-  LONGSPAN_HD ScaleView(const float* scales, std::int64_t page, std::int64_t row, std::int64_t head)
-      : data(scales), page_stride(page), row_stride(row), head_stride(head) {}
+  LONGSPAN_HD ScaleView(const float* scales, std::int64_t page, std::int64_t row, std::int64_t head,
+                        std::int64_t sequence = 0)
+      : data(scales),
+        page_stride(page),
+        row_stride(row),
+        head_stride(head),
+        sequence_stride(sequence) {}
   /// One scale of a tensor, [1], or one of each kv head, [kv_heads].
   static ScaleView dense(const float* data, std::int64_t count) {
     return {data, 0, 0, count > 1 ? 1 : 0};
@@ -72,20 +79,26 @@ struct ScaleView {
 
   /// Whether they are given.
   LONGSPAN_HD explicit operator bool() const { return data != nullptr; }
-  /// The scale of a kv head, which all rows of the view share; 1 if none is given.
-  LONGSPAN_HD float of(int kv_head) const {
-    return data == nullptr ? 1.0f : data[kv_head * head_stride];
+  /// The scale of a sequence's kv head, which all its rows share; 1 if none is given.
+  LONGSPAN_HD float of(int sequence, int kv_head) const {
+    return data == nullptr ? 1.0f : data[sequence * sequence_stride + kv_head * head_stride];
+  }
+  /// The scales of one sequence alone.
+  LONGSPAN_HD ScaleView of_sequence(int sequence) const {
+    return {data + sequence * sequence_stride, page_stride, row_stride, head_stride};
   }
   /// The scales of one row of a page; a cache without pages has one page.
   LONGSPAN_HD ScaleView of_row(std::int64_t page, std::int64_t row) const {
-    return {data + page * page_stride + row * row_stride, 0, 0, head_stride};
+    return {data + page * page_stride + row * row_stride, 0, 0, head_stride, sequence_stride};
   }
   /// The scales of the kv heads from `kv_head` on.
   ScaleView from_head(int kv_head) const {
-    return {data + kv_head * head_stride, page_stride, row_stride, head_stride};
+    return {data + kv_head * head_stride, page_stride, row_stride, head_stride, sequence_stride};
   }
   /// The number of different scales of a row of `kv_heads` heads.
   int count(int kv_heads) const { return head_stride == 0 ? 1 : kv_heads; }
+  /// The number of sequences, of a batch, whose scales differ.
+  int sequences(int batch) const { return sequence_stride == 0 ? 1 : batch; }
 
   /// Whether both are the same memory, read alike.
   bool operator==(const ScaleView&) const = default;

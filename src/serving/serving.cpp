@@ -74,6 +74,18 @@ kernels::ContextParams context_params(const ContextAttention& a, const PagedShap
   return p;
 }
 
+/// Whether the cache holds the keys of the new tokens too.
+bool keys_are_cached(const ContextAttention& a) {
+  const bool has_k = a.k.dims > 0, has_v = a.v.dims > 0;
+  require(has_k == has_v,
+          "{} is given without {}; give both, or neither where the cache holds all keys",
+          has_k ? "k" : "v", has_k ? "v" : "k");
+  return !has_k;
+}
+SegmentedAttention of_cache_alone(const ContextAttention& a) {
+  return {.attention = a.attention, .skip_decode = a.skip_decode};
+}
+
 void set_new_rows(kernels::AttendParams& p, const ContextAttention& a) {
   static_cast<kernels::Rows&>(p.k) = rows_of(a.k);
   static_cast<kernels::Rows&>(p.v) = rows_of(a.v);
@@ -277,38 +289,45 @@ void ServingOps::merge_states(const MergeStates& a, LogBase base, Stream stream)
   impl_->backend->merge_outputs(p, stream);
 }
 
-void ServingOps::segmented_attention(const SegmentedAttention& a, Stream stream) const {
-  const trace::Range range("longspan segmented_attention");
-  const DeviceGuard guard(impl_->gpu());
+void ServingOps::Impl::attend_pages(const SegmentedAttention& a, const Tensor& out_scale_inv,
+                                    Stream stream) const {
   const PagedAttention& paged = a.attention;
   const PagedShape shape = shape_of(paged);
   const bool hand_out = a.segments.output.dims > 0;
-  const auto [cache, arrays] = check_paged(paged, shape, !hand_out, impl_->device());
-  check_output(paged, shape, impl_->device());
-  if (hand_out) check_handed_out(a, shape, impl_->device());
+  const auto [cache, arrays] = check_paged(paged, shape, !hand_out, device());
+  check_output(paged, out_scale_inv, shape, device());
+  if (hand_out) check_handed_out(a, shape, device());
 
   kernels::AttendParams p = attend_params(paged, shape, arrays);
   set_cache(p, cache);
   p.parts = parts_of(a.segments);
   p.batch.skip_decode = a.skip_decode;
-  const CallWorkspace memory = take_workspace(*impl_->backend, a, shape);
+  const CallWorkspace memory = take_workspace(*backend, a, shape);
   p.state = {memory.states, p.tokens * p.heads, p.value_dim, std::max(1, p.parts.count)};
   p.scratch = memory.scratch;
   p.scratch_bytes = memory.scratch_bytes;
-  impl_->backend->check(p);
-  if (impl_->on_host()) impl_->check_sequences(p, cache, paged.max_kv_len);
+  backend->check(p);
+  if (on_host()) check_sequences(p, cache, paged.max_kv_len);
 
   const bool finish = paged.out.dims > 0;
+  kernels::MergeParams merge = merge_params(paged, arrays, p);
+  if (out_scale_inv) merge.out_scale = {floats(out_scale_inv), true};
   if (!hand_out && finish) {
-    impl_->backend->attend(p, merge_params(paged, arrays, p), stream);
+    backend->attend(p, merge, stream);
     return;
   }
-  impl_->backend->attend(p, stream);
+  backend->attend(p, stream);
   if (hand_out)
-    impl_->backend->export_segments(
+    backend->export_segments(
         {p.state, p.parts, p.batch, p.shard, p.tokens, p.heads, arrays.sinks, view_of(a.segments)},
         stream);
-  if (finish) impl_->backend->merge(merge_params(paged, arrays, p), stream);
+  if (finish) backend->merge(merge, stream);
+}
+
+void ServingOps::segmented_attention(const SegmentedAttention& a, Stream stream) const {
+  const trace::Range range("longspan segmented_attention");
+  const DeviceGuard guard(impl_->gpu());
+  impl_->attend_pages(a, {}, stream);
 }
 
 void ServingOps::reduce_segments(const ReduceSegments& a, Stream stream) const {
@@ -335,6 +354,7 @@ void ServingOps::reduce_segments(const ReduceSegments& a, Stream stream) const {
 void ServingOps::context_attention(const ContextAttention& a, Stream stream) const {
   const trace::Range range("longspan context_attention");
   const DeviceGuard guard(impl_->gpu());
+  if (keys_are_cached(a)) return impl_->attend_pages(of_cache_alone(a), a.out_scale_inv, stream);
   const PagedAttention& paged = a.attention;
   const PagedShape shape = shape_of(paged);
   const auto [cache, arrays] = check_paged(paged, shape, true, impl_->device());
@@ -387,6 +407,7 @@ std::size_t ServingOps::workspace_bytes(const SegmentedAttention& a) const {
 }
 
 std::size_t ServingOps::workspace_bytes(const ContextAttention& a) const {
+  if (keys_are_cached(a)) return workspace_bytes(of_cache_alone(a));
   const DeviceGuard guard(impl_->gpu());
   return lay_out(*impl_->backend, a, shape_of(a.attention), nullptr).bytes;
 }
@@ -418,6 +439,7 @@ void ServingOps::check(const ReduceSegments& a, Stream stream) const {
 }
 
 void ServingOps::check(const ContextAttention& a, Stream stream) const {
+  if (keys_are_cached(a)) return check(a.attention, stream);
   const DeviceGuard guard(impl_->gpu());
   const PagedShape shape = shape_of(a.attention);
   const auto [cache, arrays] = check_paged(a.attention, shape, false, impl_->device());

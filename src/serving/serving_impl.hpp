@@ -31,6 +31,8 @@ struct ServingOps::Impl {
   void check_and_wait(kernels::CheckParams p, Stream stream) const;
   /// Checks them on the host before anything is written.
   void check_at_once(kernels::CheckParams p) const;
+  /// Attends the keys of a paged cache alone. `out_scale_inv` may be missing.
+  void attend_pages(const SegmentedAttention& a, const Tensor& out_scale_inv, Stream stream) const;
   void check_sequences(const kernels::AttendParams& p, const CacheView& cache,
                        std::int64_t max_kv_len) const;
 };

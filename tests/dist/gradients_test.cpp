@@ -221,6 +221,11 @@ HostShape random_shape(std::mt19937& random) {
   s.mask.causal = one_in(2);
   if (one_in(3)) s.mask.window = 1 + static_cast<int>(random() % 100);
   if (one_in(3)) s.mask.right = static_cast<int>(random() % 40);
+  if (one_in(3)) {
+    s.mask.alignment = Alignment::upper_left;
+    for (std::int32_t& keys : s.kv_len)
+      if (one_in(2)) keys = static_cast<std::int32_t>(1 + random() % 200);
+  }
   if (one_in(3)) s.softcap = 2;
   if (one_in(3)) s.alibi = static_cast<Alibi>(random() % 3);
   if (one_in(4)) s.qq = true;

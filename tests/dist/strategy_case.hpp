@@ -52,8 +52,9 @@ struct StrategyCase {
       << name(shape.dtype) << (shape.kv_dtype ? " fp8" : "") << " " << kFormNames[int(form)]
       << " keys " << name(keys.rule.layout) << ":" << keys.rule.block << " queries "
       << (queries ? name(queries->rule.layout) : "all") << " causal " << shape.mask.causal
-      << " window " << shape.mask.window << "," << shape.mask.right << " softcap " << shape.softcap
-      << (shape.alibi ? " alibi" : "") << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
+      << " window " << shape.mask.window << "," << shape.mask.right << " "
+      << name(shape.mask.alignment) << " softcap " << shape.softcap << (shape.alibi ? " alibi" : "")
+      << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
       << (shape.documents.empty() ? "" : " documents") << (shape.causal.empty() ? "" : " flags")
       << (shape.left_padding.empty() ? "" : " padding")
       << (shape.used_rows.empty() ? "" : " used rows") << (grows ? " grows" : "") << " rope "
@@ -127,6 +128,7 @@ class Draw {
     s.mask.causal = one_in(2);
     if (one_in(3)) s.mask.window = 1 + below(300);
     if (one_in(4)) s.mask.right = below(50);
+    if (one_in(4)) s.mask.alignment = Alignment::upper_left;
     if (one_in(4)) s.softcap = 5.0f;
     if (one_in(4)) s.alibi = any({Alibi::context, Alibi::query, Alibi::sqrt});
     s.slopes_of_sequences = s.alibi && one_in(2);
@@ -160,6 +162,7 @@ class Draw {
       s.q_dtype = s.kv_dtype;
       s.scales = true;
       s.scales_per_head = one_in(2);
+      s.scales_of_sequences = one_in(2);
     }
     deal_out(c);
     if (c.keys.rule.layout == Layout::listed && s.page > 0) {  // all of their pages are needed
@@ -169,7 +172,8 @@ class Draw {
     const bool all_new_rows_are_seen = s.causal.empty() && s.documents.empty() &&
                                        s.left_padding.empty() &&
                                        s.mask.causal;  // in pages; others have memory
-    bool fits = !s.kv_dtype && s.used_rows.empty() && c.keys.rule.layout != Layout::listed;
+    bool fits = !s.kv_dtype && s.used_rows.empty() && c.keys.rule.layout != Layout::listed &&
+                s.mask.alignment == Alignment::lower_right;
     for (int b = 0; b < batch; ++b) fits = fits && s.query_len[b] <= s.kv_len[b];
     c.grows = fits && (s.page == 0 || all_new_rows_are_seen) && one_in(2);
     c.ranks_per_node = draw_ranks_per_node();
@@ -518,9 +522,13 @@ class CaseRun {
       a.query_table = Tensor(case_.queries->ranges.data(), {ranks_ + 1});
     if (s.scales) {
       const std::int64_t n = s.scales_per_head ? kv : 1;
-      a.q_scale = Tensor(problem_.q_scale.data(), {n});
-      a.k_scale = Tensor(problem_.k_scale.data(), {n});
-      a.v_scale = Tensor(problem_.v_scale.data(), {n});
+      const auto scales = [&](const std::vector<float>& all) {
+        return s.scales_of_sequences ? Tensor(all.data(), {problem_.batch(), kv})
+                                     : Tensor(all.data(), {n});
+      };
+      a.q_scale = scales(problem_.q_scale);
+      a.k_scale = scales(problem_.k_scale);
+      a.v_scale = scales(problem_.v_scale);
     }
     if (case_.sinks) a.sinks = Tensor(sinks.data(), {s.heads});
     const DType of_slopes = problem_.slopes.dtype;

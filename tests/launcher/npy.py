@@ -72,13 +72,15 @@ def rotated(row, position, dim, interleaved=False, theta=10000.0, scale=1.0):
 
 
 def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None, alibi=None, value_dim=None, rope=None, documents=None, padding=0):
-    """(out, lse) in float64; rows are at the end of the sequence."""
+              scale=None, sinks=None, alibi=None, value_dim=None, rope=None, documents=None, padding=0,
+              upper_left=False):
+    """(out, lse) in float64; rows are at the end of the sequence, or with upper_left at its start."""
     scale = dim ** -0.5 if scale is None else scale
     value_dim = dim if value_dim is None else value_dim
+    start = 0 if upper_left else keys - tokens
     out, lse = [], []
     for t in range(tokens):
-        position = keys - tokens + t
+        position = start + t
         first = max(0, position - window + 1) if window else 0
         last = min(keys, position + 1) if causal else keys
         if documents:
@@ -96,7 +98,7 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
                 scores = [softcap * math.tanh(s / softcap) for s in scores]
             if alibi:
                 slope = 2.0 ** (-8 * (h + 1) / heads)
-                scores = [s + slope * (j - keys + tokens if alibi == "context"
+                scores = [s + slope * (j - start if alibi == "context"
                                        else -abs(j - position))
                           for s, j in zip(scores, range(first, last))]
             top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)

@@ -62,6 +62,8 @@ class RunTest(CommandTest):
                 (["--alibi", "context", "--causal", "--softcap", 3],
                  {"alibi": "context", "causal": True, "softcap": 3.0}),
                 (["--alibi", "query"], {"alibi": "query"}),
+                (["--causal", "--causal-alignment", "upper_left", "--alibi", "context"],
+                 {"causal": True, "upper_left": True, "alibi": "context"}),
                 (["--rope", 6], {"rope": {"dim": 6}}),
                 (["--rope", DIM, "--rope-interleaved", "--rope-theta", 50, "--rope-scale", 2.5, "--causal"],
                  {"rope": {"dim": DIM, "interleaved": True, "theta": 50.0, "scale": 2.5},

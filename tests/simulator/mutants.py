@@ -248,10 +248,10 @@ MUTANTS = [
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
     Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the work tile before thread 0 has written it.",
-           old="p_.scale(tile_.work.kv_head);\n"
+           old="p_.scale(tile_.work.sequence, tile_.work.kv_head);\n"
                "    }\n"
                "    __syncthreads();\n",
-           new="p_.scale(tile_.work.kv_head);\n"
+           new="p_.scale(tile_.work.sequence, tile_.work.kv_head);\n"
                "    }\n"),
     Mutant("portable-rows-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Thread 0 reads the last row's view before another thread has written "

@@ -45,6 +45,7 @@ struct HostShape {
   Store store = Store::rows;
   bool scales = false;  // of q, k and v
   bool scales_per_head = false;
+  bool scales_of_sequences = false;  // and of each kv head
   std::optional<Alibi> alibi = {};
   bool slopes_of_sequences = false;             // else all have the same
   bool qq = false;                              // a third of the entries off the diagonal are -inf
@@ -99,7 +100,11 @@ class HostProblem {
   int batch() const { return static_cast<int>(shape.kv_len.size()); }
   /// The position of the first query row of sequence b.
   std::int64_t context(int b) const {
-    return shape.kv_len[b] - (shape.used_rows.empty() ? shape.query_len[b] : shape.used_rows[b]);
+    return shape.mask.alignment == Alignment::upper_left ? 0 : shape.kv_len[b] - used_rows(b);
+  }
+  /// Its rows that are used, the first ones.
+  std::int64_t used_rows(int b) const {
+    return shape.used_rows.empty() ? shape.query_len[b] : shape.used_rows[b];
   }
   /// The numbers in shape.documents of each sequence.
   std::int64_t starts_of_one() const { return std::ssize(shape.documents) / batch(); }
@@ -128,10 +133,11 @@ class HostProblem {
     p.batch.left_padding = shape.left_padding.empty() ? nullptr : shape.left_padding.data();
     p.batch.used_rows = shape.used_rows.empty() ? nullptr : shape.used_rows.data();
     if (shape.scales) {
-      const int count = shape.scales_per_head ? shape.kv_heads : 1;
-      p.q_scale = ScaleView::dense(q_scale.data(), count);
-      p.k_scale = ScaleView::dense(k_scale.data(), count);
-      p.v_scale = ScaleView::dense(v_scale.data(), count);
+      const int head = shape.scales_per_head || shape.scales_of_sequences ? 1 : 0;
+      const int sequence = shape.scales_of_sequences ? shape.kv_heads : 0;
+      p.q_scale = {q_scale.data(), 0, 0, head, sequence};
+      p.k_scale = {k_scale.data(), 0, 0, head, sequence};
+      p.v_scale = {v_scale.data(), 0, 0, head, sequence};
     }
     if (shape.alibi) {
       p.bias.slopes = {{slopes.data(), slopes.dtype}, shape.slopes_of_sequences ? shape.heads : 0};
@@ -314,9 +320,9 @@ class HostProblem {
       for (int h = 0; h < shape.heads; ++h) {
         const int kv_head = h / (shape.heads / shape.kv_heads);
         const launcher::RowMajor keys = sequence(k, b, h);
-        const launcher::RowMajor values = sequence(v, b, h) * double{scale_of(v_scale, kv_head)};
+        const launcher::RowMajor values = sequence(v, b, h) * double{scale_of(v_scale, b, kv_head)};
         const double product_scale =
-            double{scale()} * scale_of(q_scale, kv_head) * scale_of(k_scale, kv_head);
+            double{scale()} * scale_of(q_scale, b, kv_head) * scale_of(k_scale, b, kv_head);
         for (std::int64_t t = 0; t < shape.query_len[b]; ++t) {
           const std::int64_t token = query_start[b] + t, row = token * shape.heads + h;
           if (shape.skip_decode && shape.query_len[b] == 1) {
@@ -362,7 +368,7 @@ class HostProblem {
   Array new_k;                                   // k before its rotation
   std::optional<RopeTables> tables;              // by rope_table
   std::optional<Interval> only;                  // the judge looks only at these keys
-  std::vector<float> q_scale, k_scale, v_scale;  // [kv_heads]
+  std::vector<float> q_scale, k_scale, v_scale;  // [batch, kv_heads]
   Array slopes;                                  // [heads] or [batch, heads]
   Array qq;                                      // [width, width + kGap]
 
@@ -374,6 +380,7 @@ class HostProblem {
   Interval visible(int b, std::int64_t t) const {
     Mask mask = shape.mask;
     if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
+    if (t >= used_rows(b)) return {};
     return launcher::seen_keys(mask, context(b) + t, shape.kv_len[b],
                                launcher::of_sequence(shape.documents, b, batch()),
                                shape.left_padding.empty() ? 0 : shape.left_padding[b]);
@@ -432,8 +439,9 @@ class HostProblem {
     if (shape.rope_table) {
       std::int64_t positions = 1;
       for (int b = 0; b < batch(); ++b)
-        positions = std::max<std::int64_t>(
-            {positions, shape.kv_len[b], shape.query_len[b] - shape.kv_len[b] + 1});
+        positions =
+            std::max<std::int64_t>({positions, shape.kv_len[b],
+                                    first_position(b) + shape.query_len[b], 1 - first_position(b)});
       tables.emplace(shape.rope, positions, *shape.rope_table);
     }
     for (int b = 0; b < batch() && !is_fp8(k.dtype); ++b)
@@ -447,8 +455,10 @@ class HostProblem {
         }
   }
 
-  float scale_of(const std::vector<float>& scales, int kv_head) const {
-    return shape.scales ? scales[shape.scales_per_head ? kv_head : 0] : 1.0f;
+  float scale_of(const std::vector<float>& scales, int b, int kv_head) const {
+    if (!shape.scales) return 1.0f;
+    if (shape.scales_of_sequences) return scales[b * shape.kv_heads + kv_head];
+    return scales[shape.scales_per_head ? kv_head : 0];
   }
 
   double slope_of(int b, int head) const {
@@ -460,7 +470,7 @@ class HostProblem {
     std::normal_distribution<float> normal;
     std::uniform_real_distribution<float> factor(0.7f, 1.4f), slope(0.001f, 0.008f);
     for (auto* scales : {&q_scale, &k_scale, &v_scale})
-      for (int h = 0; h < shape.kv_heads; ++h) scales->push_back(factor(random));
+      for (int h = 0; h < batch() * shape.kv_heads; ++h) scales->push_back(factor(random));
     const int count = shape.heads * (shape.slopes_of_sequences ? batch() : 1);
     slopes = Array(shape.bias_dtype, count);
     for (int i = 0; i < count; ++i) slopes.set(i, slope(random));

@@ -36,7 +36,7 @@ __device__ void copy_row(const AppendParams& p, const Copy& copy, std::int64_t t
     if constexpr (kRotates)
       Rotations<kCount>(p.rope, position, column).apply(copy.from.data, p.dtype, from, values);
     if (copy.scales) {
-      const float scale = copy.scales.of(head);
+      const float scale = copy.scales.of(0, head);
 #pragma unroll
       for (float& value : values) value /= scale;
     }
@@ -53,8 +53,8 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
   const CacheRow row = cache_row(p, token);
   if (row.row < 0) return;
   const bool is_key = blockIdx.y == 0;
-  const Copy copy = is_key ? Copy{p.new_k, p.k, p.k_scale.of_row(row.page, row.row), p.head_dim}
-                           : Copy{p.new_v, p.v, p.v_scale.of_row(row.page, row.row), p.value_dim};
+  const Copy copy = is_key ? Copy{p.new_k, p.k, scales_at(p, p.k_scale, token, row), p.head_dim}
+                           : Copy{p.new_v, p.v, scales_at(p, p.v_scale, token, row), p.value_dim};
   const std::int64_t at = row.offset(copy.to);
   const bool wide = is_key ? wide_k : wide_v;
   if (kRotates && is_key)

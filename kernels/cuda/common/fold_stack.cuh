@@ -84,9 +84,10 @@ __device__ inline void merge_state(const float4* from, State& newest) {
 /// Multiplies o by the scale of the stored values. This is done to each segment before it folds, so
 /// that the fixed order's bits do not depend on the cut between ranks.
 template <class State>
-__device__ inline void scale_values(State& state, const ScaleView& scales, int kv_head) {
+__device__ inline void scale_values(State& state, const ScaleView& scales, int sequence,
+                                    int kv_head) {
   if (!scales) return;
-  const float scale = scales.of(kv_head);
+  const float scale = scales.of(sequence, kv_head);
 #pragma unroll
   for (int q = 0; q < State::kQuads; ++q)
 #pragma unroll

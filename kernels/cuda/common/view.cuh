@@ -45,7 +45,7 @@ struct Sequence {
 
 LONGSPAN_HD inline Sequence sequence_of(const Geometry& p, int b) {
   const std::int64_t kv_len = p.batch.keys(b, p.shard);
-  return {b,      p.batch.first_row(b), kv_len - p.used_query_len(b),
+  return {b,      p.batch.first_row(b), p.first_position(b, kv_len),
           kv_len, p.batch.first_key(b), p.shard.for_sequence(b).local_len(kv_len)};
 }
 

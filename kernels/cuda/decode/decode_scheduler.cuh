@@ -122,8 +122,8 @@ class DecodeScheduler {
       piece.sequence = sequence;
       piece.view = view_;
       if constexpr (!Traits::kPlain) {
-        piece.score_scale = p_.scale(work.kv_head);
-        piece.value_scale = p_.v_scale.of(work.kv_head);
+        piece.score_scale = p_.scale(work.sequence, work.kv_head);
+        piece.value_scale = p_.v_scale.of(work.sequence, work.kv_head);
       }
     }
     __syncwarp();  // all have read the views, which a next piece in the slot would overwrite

@@ -149,7 +149,7 @@ class Scheduler {
     __syncwarp();
     const int query_len = static_cast<int>(params_.batch.query_len(b, params_.tokens));
     const int kv_len = static_cast<int>(params_.batch.keys(b, params_.shard));
-    const int context_len = kv_len - static_cast<int>(params_.used_query_len(b));
+    const int context_len = static_cast<int>(params_.first_position(b, kv_len));
     const int rows = query_len < call_.least_rows ? 0 : max(min(query_len - tile.row, T::kRows), 0);
 
     int* const limits = row_limits();
@@ -200,9 +200,9 @@ class Scheduler {
                  shared_.alibi.terms[work_.stage]);
     if constexpr (T::kEightBits) {
       // A scale that is not positive would reverse the order of scores: NaN marks it.
-      const float factor = params_.scale(tile.kv_head) * kLog2E;
+      const float factor = params_.scale(found.sequence, tile.kv_head) * kLog2E;
       shared_.stored.score_factor[work_.stage] = factor > 0.0f ? factor : NAN;
-      shared_.stored.value_factor[work_.stage] = params_.v_scale.of(tile.kv_head);
+      shared_.stored.value_factor[work_.stage] = params_.v_scale.of(found.sequence, tile.kv_head);
     }
   }
 

@@ -97,7 +97,7 @@ class Fp32Products {
                                         State& state) const {
     const int half = threadIdx.x / 16, lane = threadIdx.x % 16;
     Score score = p.score;
-    if constexpr (!Traits::kPlain) score.scale = p.scale(work.kv_head);
+    if constexpr (!Traits::kPlain) score.scale = p.scale(work.sequence, work.kv_head);
 #pragma unroll
     for (int r = 0; r < Traits::kOwn; ++r) {
       const int row = half * Traits::kOwn + r;

@@ -390,7 +390,7 @@ class PortableBlock {
     if (threadIdx.x == 0) {
       tile_.work = work_of(p_, plan_, index);
       tile_.sequence = sequence_of(p_, tile_.work.sequence);
-      if constexpr (kGeneral) tile_.scale = p_.scale(tile_.work.kv_head);
+      if constexpr (kGeneral) tile_.scale = p_.scale(tile_.work.sequence, tile_.work.kv_head);
     }
     __syncthreads();
   }
@@ -478,7 +478,8 @@ class PortableBlock {
   /// Completes the state of everything attended since it was cleared.
   __device__ __forceinline__ void finish_sums(State& state) {
     sum_rows(state);
-    if constexpr (kGeneral) scale_values(state, p_.v_scale, tile_.work.kv_head);
+    if constexpr (kGeneral)
+      scale_values(state, p_.v_scale, tile_.work.sequence, tile_.work.kv_head);
   }
 
   const AttendParams& p_;

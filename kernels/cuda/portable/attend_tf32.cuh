@@ -86,7 +86,7 @@ class Tf32Products {
                                         const TileCoord& work, const View& view, std::int64_t first,
                                         State& state) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const Score score{p.scale(work.kv_head), p.score.softcap};
+    const Score score{p.scale(work.sequence, work.kv_head), p.score.softcap};
 #pragma unroll
     for (int n = 0; n < Traits::kKeyTiles; ++n)
 #pragma unroll

@@ -197,7 +197,7 @@ __global__ __launch_bounds__(Traits::kThreads, Traits::kBlocks) void attend_segm
         __syncthreads();  // the slice is there
         if (busy) products.multiply_values(state, s, key);
       }
-      if constexpr (!Traits::kPlain) scale_values(state, p.v_scale, work.kv_head);
+      if constexpr (!Traits::kPlain) scale_values(state, p.v_scale, work.sequence, work.kv_head);
       more = walk.next();
       if (more && busy) stack.finish_subtree(state, finished_level(place, walk.place));
     }

@@ -129,13 +129,15 @@ def scaled_dot_product_attention(
     Args:
         query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16.
         key: [batch, kv_heads, keys, dim]; value: [batch, kv_heads, keys, value_dim]; this rank's.
-        attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...), of the lengths over all
-            ranks or of this rank's. Others, such as masks of numbers, are refused.
+        attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...) or causal_upper_left(...),
+            of the lengths over all ranks or of this rank's. Others, such as masks of numbers, are
+            refused.
         dropout_p: 0; others are refused.
-        is_causal: a token sees keys up to its own position in the whole sequence. torch counts rows
-            and keys from the first (upper left), longspan from the last (lower right). With as many
-            query tokens as keys these are the same; otherwise is_causal is refused without
-        causal_alignment: "lower_right": the rows are the last tokens.
+        is_causal: a token sees keys up to its own position in the whole sequence. With as many query
+            tokens as keys there is one meaning; otherwise is_causal is refused without
+        causal_alignment: "upper_left": the rows are the first tokens, as torch counts with is_causal;
+            "lower_right": they are the last tokens, as in decode. Windows and slopes follow it; None
+            is lower_right there.
         scale: of the products; None is 1 / sqrt(dim).
         enable_gqa: kv_heads may be fewer than heads.
         group: the ranks: a ProcessGroup, a DeviceMesh of one dimension, or None: the default group,
@@ -174,8 +176,7 @@ def scaled_dot_product_attention(
     >>> torch.allclose(out, wanted, atol=1e-5)
     True
     """
-    if causal_alignment not in (None, "lower_right"):
-        raise InputError(f"causal_alignment is {causal_alignment!r}; None and 'lower_right' are supported")
+    _check_alignment(causal_alignment, (None, "lower_right", "upper_left"))
     if attn_mask is not None:
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
     if dropout_p:
@@ -194,38 +195,42 @@ def scaled_dot_product_attention(
             _check(query, key, value, -3)
         return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, cache_leftpad, None, total_keys,
-                    total_queries, is_causal and causal_alignment is None, invariant, strategy)
+                    total_queries, is_causal and causal_alignment is None, invariant, strategy, causal_alignment)
     except Exception:
         _check(query, key, value, -3)
         raise
+
+
+def _check_alignment(alignment: str | None, known: tuple) -> None:
+    if alignment not in known:
+        raise InputError(f"causal_alignment is {alignment!r}; it is one of {', '.join(map(repr, known))}")
 
 
 def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
     if not isinstance(attn_mask, CausalBias):
         raise UnsupportedError("attn_mask is given: masks of numbers or flags are not supported. For a causal one (tril) "
                                "give is_causal=True in its place, for others window_size, documents, alibi_slopes or "
-                               "softcap, and torch.nn.attention.bias.causal_lower_right where lengths differ")
+                               "softcap, and causal_upper_left or causal_lower_right of torch.nn.attention.bias where "
+                               "lengths differ")
     if is_causal:
         raise InputError("is_causal is given, and attn_mask too; one of them says it")
-    if attn_mask.variant == CausalVariant.LOWER_RIGHT:
-        return True, "lower_right"
-    rows, keys = attn_mask.seq_len_q, attn_mask.seq_len_kv
-    if rows != keys:
-        raise UnsupportedError(
-            f"attn_mask is causal_upper_left({rows}, {keys}), which counts from the first row and key; where lengths "
-            "differ, longspan counts from the last: give causal_lower_right where the rows are the last tokens" +
-            (f", or the first {rows} keys and values alone, as these rows see no others" if rows < keys else ""))
-    return True, alignment
+    of_mask = "lower_right" if attn_mask.variant == CausalVariant.LOWER_RIGHT else "upper_left"
+    if alignment not in (None, of_mask):
+        raise InputError(f"attn_mask is causal_{of_mask}, and causal_alignment is {alignment!r}; one of them says it")
+    return True, of_mask
 
 
 def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
-         sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy):
+         sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy,
+         alignment):
     """Heads are in dimension -3, as in torch, or -2."""
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
         options["queries"] = options["keys"] if queries == AS_KEYS else layout_text(queries, "queries")
     if window_size != (-1, -1):
         options["window_left"], options["window_right"] = window_size
+    if alignment == "upper_left":
+        options["causal_alignment"] = alignment
     if scale is not None:  # an operator spends no time on arguments that it is not given
         options["softmax_scale"] = scale
     if softcap:
@@ -292,8 +297,9 @@ class ContextParallelAttention(torch.nn.Module):
             tokens, heads, dim], as flash-attention has them.
         layout: how tokens are dealt out: "zigzag", "striped", "interleaved:64" or "contiguous". For
             decode with a cache that grows it is interleaved.
-        causal: a token sees keys up to its own position; rows are the last tokens of the sequence
-            (lower right), so that decode is right.
+        causal: a token sees keys up to its own position.
+        causal_alignment: "lower_right": rows are the last tokens of the sequence, so that decode is
+            right; "upper_left": they are the first.
         softmax_scale: of the products; None is 1 / sqrt(dim).
         window_size: (left, right) keys that a token sees besides its own; -1 is no bound.
         softcap: scores become softcap * tanh(score / softcap); 0 is off.
@@ -314,13 +320,15 @@ class ContextParallelAttention(torch.nn.Module):
 
     def __init__(self, group: Any = None, *, comm: Communicator | None = None, device: str | None = None,
                  format: str = "bhtd", layout: str | Sharding = "zigzag", causal: bool = False,
-                 softmax_scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-                 softcap: float = 0.0, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+                 causal_alignment: str = "lower_right", softmax_scale: float | None = None,
+                 window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+                 alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
                  invariant: bool = False, strategy: str = "auto"):
         super().__init__()
         if format not in ("bhtd", "bthd"):
             raise InputError(f"format is {format!r}; 'bhtd' and 'bthd' are supported")
-        self.format, self.layout = format, layout_text(layout, "layout")
+        _check_alignment(causal_alignment, ("lower_right", "upper_left"))
+        self.format, self.layout, self.causal_alignment = format, layout_text(layout, "layout"), causal_alignment
         self.causal, self.softmax_scale, self.softcap = causal, softmax_scale, softcap
         self.window_size, self.invariant, self.strategy = tuple(window_size), invariant, strategy
         self.alibi_slopes = _constants(alibi_slopes)
@@ -378,7 +386,7 @@ class ContextParallelAttention(torch.nn.Module):
             return _run(query, key, value, heads_dim, return_lse, name, self.layout,
                         queries, self.causal, self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes,
                         sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, False,
-                        self.invariant, self.strategy)
+                        self.invariant, self.strategy, self.causal_alignment)
         except Exception:
             _check(query, key, value, heads_dim)
             raise

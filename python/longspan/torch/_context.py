@@ -82,7 +82,8 @@ def context_parallel(
             sequence; for models that cannot run on no tokens, choose another layout.
         queries: "as keys": rows of query are dealt out likewise. None: every rank has all rows.
         causal_alignment: what is_causal means where query and key have different lengths; None
-            refuses it, "lower_right" says that the rows are the last tokens.
+            refuses it, "upper_left" says that the rows are the first tokens, as torch counts,
+            "lower_right" that they are the last.
         total_tokens: of the sequence, where query and key have the tokens of the buffers and no others:
             saves the round of messages by which attention learns it.
 

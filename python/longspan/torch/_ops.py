@@ -20,12 +20,14 @@ from ._layouts import Lengths, check_own, resolve, rule_of
 
 library = torch.library.Library("longspan", "DEF")
 
-_OPTIONS = """*, bool causal=False, float? softmax_scale=None, SymInt window_left=-1,
+_OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
+    float? softmax_scale=None, SymInt window_left=-1,
     SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None,
     Tensor? documents=None, Tensor? cache_leftpad=None, Tensor? seqused_q=None,
     Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
-    Tensor? block_table=None, Tensor? q_descale=None, Tensor? k_descale=None,
-    Tensor? v_descale=None, str keys='contiguous', str queries='', SymInt? total_keys=None,
+    Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None,
+    Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,
+    str keys='contiguous', str queries='', SymInt? total_keys=None,
     SymInt? total_queries=None, bool equal_lengths=False, bool invariant=False,
     str strategy='auto', str exchange='auto'"""
 
@@ -76,14 +78,15 @@ def _rounded(length: int) -> int:
 
 def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, total_queries=None,
             equal_lengths=False, window_left=-1, window_right=-1, cu_seqlens_q=None, cache_seqlens=None,
-            block_table=None, strategy="auto", return_lse=False, out=None, k_new=None, v_new=None, **options):
+            block_table=None, cache_batch_idx=None, strategy="auto", return_lse=False, out=None, k_new=None,
+            v_new=None, **options):
     """The common part of operators that attend; see longspan.attend. `options` are passed to it unchanged."""
     world = known(comm)
     for name in _SMALL:
         if name in options and isinstance(options[name], Tensor):
             options[name] = options[name].contiguous()
     options |= dict(comm=world.comm, window_size=(window_left, window_right), return_lse=return_lse, out=out)
-    if cache_seqlens is not None or block_table is not None or cu_seqlens_q is not None or k_new is not None:
+    if not (cache_seqlens is block_table is cache_batch_idx is cu_seqlens_q is k_new is None):
         if world.size > 1 and keys == "contiguous":
             _refuse_contiguous()
         if queries or q.stride(-1) != 1:
@@ -92,7 +95,8 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             k_new, v_new = _dense(k_new), _dense(v_new)
         return longspan.attend(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
-            k_new=k_new, v_new=v_new, keys=rule_of(keys), queries=rule_of(queries) if queries else None,
+            cache_batch_idx=cache_batch_idx, k_new=k_new, v_new=v_new, keys=rule_of(keys),
+            queries=rule_of(queries) if queries else None,
             total_keys=total_keys, total_queries=total_queries, strategy=strategy, **options)
     dims = q.dim()
     if k.dim() != dims or dims not in (3, 4):
@@ -170,7 +174,7 @@ def _check_lengths(rows: int, keys: int):
     if rows != keys:
         raise InputError(
             f"is_causal is given, query has {rows} tokens and key has {keys}: which keys a row sees is ambiguous. "
-            "torch counts from the first key (upper left); causal_alignment='lower_right' says that the rows "
+            "causal_alignment='upper_left' counts from the first key, as torch does; 'lower_right' says that the rows "
             "are the last tokens of the sequence, as in decode")
 
 
@@ -250,8 +254,8 @@ def _attend_append_kernel(q, k, v, k_new, v_new, comm, **options):
     return _attend(q, k, v, comm, k_new=k_new, v_new=v_new, **options)
 
 
-def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=None, total_keys=None,
-                   keys="contiguous", k_descale=None, v_descale=None):
+def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=None, cache_batch_idx=None,
+                   total_keys=None, keys="contiguous", k_descale=None, v_descale=None):
     batch = k_new.shape[0] if k_new.dim() == 4 else 1
     world = known(comm)
     key = (k_new.shape[-2], k_new.shape[-1], v_new.shape[-1], k_new.dtype, k.dtype, batch, keys)
@@ -265,7 +269,7 @@ def _append_kernel(k_new, v_new, k, v, comm, *, cache_seqlens=None, block_table=
             world.for_writers(), heads=k_new.shape[-2], head_dim=k_new.shape[-1], value_dim=v_new.shape[-1],
             dtype=k_new.dtype, kv_dtype=k.dtype, causal=True, keys=rule_of(keys), max_batch=batch)
     layer.append(_dense(k_new), _dense(v_new), k, v, cache_seqlens=cache_seqlens, block_table=block_table,
-                 total_keys=total_keys, k_descale=k_descale, v_descale=v_descale)
+                 cache_batch_idx=cache_batch_idx, total_keys=total_keys, k_descale=k_descale, v_descale=v_descale)
 
 
 def _fake_attend(q, k, v, comm, **options):
@@ -308,8 +312,8 @@ _define("attend_out", f"Tensor q, Tensor k, Tensor v, str comm, Tensor(a!) out, 
 _define("attend_append", "Tensor q, Tensor(a!) k, Tensor(b!) v, Tensor k_new, Tensor v_new, str comm, "
         f"{_OPTIONS}) -> Tensor", _attend_append_kernel, _fake_attend_append)
 _define("append", """Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, str comm, *,
-        Tensor? cache_seqlens=None, Tensor? block_table=None, SymInt? total_keys=None,
-        str keys='contiguous', Tensor? k_descale=None, Tensor? v_descale=None) -> ()""",
+        Tensor? cache_seqlens=None, Tensor? block_table=None, Tensor? cache_batch_idx=None,
+        SymInt? total_keys=None, str keys='contiguous', Tensor? k_descale=None, Tensor? v_descale=None) -> ()""",
         _append_kernel, _fake_append)
 
 # For longspan.torch and longspan.hf.

@@ -226,6 +226,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"causal", [](Options& o) { o.mask.causal = false; }},
       {"window", [](Options& o) { o.mask.window = 3; }},
       {"right", [](Options& o) { o.mask.right = 3; }},
+      {"alignment", [](Options& o) { o.mask.alignment = Alignment::upper_left; }},
       {"scale", [](Options& o) { o.score.scale = 0.5f; }},
       {"softcap", [](Options& o) { o.score.softcap = 30; }},
       {"alibi", [](Options& o) { o.score.alibi = Alibi::query; }},
@@ -784,7 +785,12 @@ TEST(Validate, SmallArraysThatDoNot) {
       refuse(name + " is [" + std::to_string(extent) + "]; [" + number + "] is wanted",
              [&](Tensor& t) { t.shape[0] = extent; });
     }
-    refuse(name + " is [" + number + ", 1]; [" + (says_batch ? "batch" : number) + "]",
+    const bool may_be_of_sequences = v.may_be_one && name.ends_with("_scale");
+    refuse(name + " is [" + number + ", 1]; [" +
+               (says_batch            ? "batch"
+                : may_be_of_sequences ? "1], [" + number + "] or [2, " + number
+                                      : number) +
+               "]",
            [&](Tensor& t) { t.dims = 2, t.shape[1] = t.stride[1] = 1; });
     refuse(name + " is on the cuda; the work is done on the host",
            [](Tensor& t) { t.device = Device::cuda; });

@@ -69,7 +69,8 @@ double tiles(const Sharding& dealt, const Mask& mask, const std::vector<Sequence
              bool by_keys, int group, int rank, int ranks) {
   double all = 0;
   for (const SequenceSize& s : batch) {
-    const std::int64_t count = by_keys ? s.keys : s.rows, first = s.keys - s.rows;
+    const std::int64_t count = by_keys ? s.keys : s.rows;
+    const std::int64_t first = mask.alignment == Alignment::upper_left ? 0 : s.keys - s.rows;
     const Shard shard = dealt.resolve(count, rank, ranks);
     std::vector<std::int64_t> own;
     for (std::int64_t i = 0; i < shard.local_len(count); ++i)
@@ -146,10 +147,12 @@ TEST(Forecast, TheBalanceIsOfVisibleTiles) {
     mask.causal = below(2) == 0;
     if (below(2) == 0) mask.window = 1 + below(below(2) == 0 ? 300 : 3000);
     if (below(3) == 0) mask.right = below(500);
+    if (below(3) == 0) mask.alignment = Alignment::upper_left;
     std::vector<SequenceSize> batch(static_cast<std::size_t>(1 + below(4)));
     for (SequenceSize& s : batch) {
       s.keys = below(3) == 0 ? below(300) : below(4000);
       s.rows = below(3) == 0 ? s.keys : below(s.keys + 1);
+      if (mask.alignment == Alignment::upper_left && below(2) == 0) s.rows = below(4000);
     }
     for (const Sharding dealt :
          {Sharding{Layout::contiguous}, Sharding{Layout::zigzag}, Sharding{Layout::striped},

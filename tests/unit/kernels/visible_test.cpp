@@ -51,6 +51,7 @@ struct Drawn {
     mask.causal = random.one_in(2);
     if (random.one_in(2)) mask.window = 1 + random.below(random.one_in(2) ? 4 : most_keys);
     if (random.one_in(3)) mask.right = random.below(random.one_in(2) ? 4 : most_keys);
+    if (random.one_in(3)) mask.alignment = Alignment::upper_left;
     kv_len = 1 + random.below(most_keys);
     whole_rows = 1 + random.below(random.one_in(4) ? kv_len + 20 : kv_len);
     if (random.one_in(3)) {
@@ -73,9 +74,14 @@ struct Drawn {
     return false;
   }
   bool sees(std::int64_t i, std::int64_t j) const {
-    return i < kv_len && j >= first_key && tests::sees(mask, i, j, kv_len) && in_one_document(i, j);
+    return i < row_end() && j >= first_key && tests::sees(mask, i, j, kv_len) &&
+           in_one_document(i, j);
   }
-  MaskRule rule() const { return {mask, table(), kv_len, first_key}; }
+  /// The position behind the last used row.
+  std::int64_t row_end() const {
+    return mask.alignment == Alignment::upper_left ? whole_rows - unused : kv_len;
+  }
+  MaskRule rule() const { return {mask, table(), kv_len, row_end(), first_key}; }
 };
 
 /// A rank's share of `length` positions by any rule; `cuts` holds the table of `ranges`.
@@ -232,9 +238,10 @@ TEST(Visible, RowsThatSeeAKey) {
   Random random(fresh_seed());
   for (int turn = 0; turn < 1000 && !HasFailure(); ++turn) {
     const Drawn drawn(random, 30);
+    if (drawn.row_end() == 0) continue;
     Matrix seen(static_cast<std::size_t>(drawn.kv_len));
     for (std::int64_t key = 0; key < drawn.kv_len; ++key)
-      for (std::int64_t row = 0; row < drawn.kv_len; ++row)
+      for (std::int64_t row = 0; row < drawn.row_end(); ++row)
         seen[static_cast<std::size_t>(key)].push_back(drawn.sees(row, key));
     const MaskRule rule = drawn.rule();
     const auto rows_of = [&](std::int64_t key) { return rule.rows_that_see(key); };
@@ -268,6 +275,7 @@ struct TwoIntervals {
   RowKeys<2> operator()(std::int64_t position) const {
     return of[static_cast<std::size_t>(position)];
   }
+  std::int64_t first_row(std::int64_t rows) const { return kv_len - rows; }
   static RowOrder order(bool) { return {}; }
 };
 

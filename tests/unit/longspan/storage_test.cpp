@@ -59,25 +59,42 @@ TEST(StorageFormat, IntegersHaveAFormatToo) {
 TEST(ScaleView, OneOfTheTensorOrOneOfEachHead) {
   const float values[] = {0.5f, 2.0f, 4.0f};
   EXPECT_FALSE(ScaleView());
-  EXPECT_EQ(ScaleView().of(7), 1.0f);
+  EXPECT_EQ(ScaleView().of(0, 7), 1.0f);
   EXPECT_EQ(ScaleView().count(8), 1);
-  EXPECT_EQ(ScaleView().from_head(2).of(0), 1.0f);
-  EXPECT_EQ(ScaleView().of_row(3, 4).of(5), 1.0f);
+  EXPECT_EQ(ScaleView().from_head(2).of(0, 0), 1.0f);
+  EXPECT_EQ(ScaleView().of_row(3, 4).of(0, 5), 1.0f);
 
   const ScaleView tensor(values, 0, 0, 0), heads(values, 0, 0, 1);
   EXPECT_TRUE(tensor);
-  EXPECT_EQ(tensor.of(2), 0.5f);
+  EXPECT_EQ(tensor.of(0, 2), 0.5f);
   EXPECT_EQ(tensor.count(3), 1);
-  EXPECT_EQ(tensor.from_head(2).of(0), 0.5f);
-  EXPECT_EQ(tensor.of_row(3, 4).of(5), 0.5f);
-  EXPECT_EQ(heads.of(1), 2.0f);
+  EXPECT_EQ(tensor.from_head(2).of(0, 0), 0.5f);
+  EXPECT_EQ(tensor.of_row(3, 4).of(0, 5), 0.5f);
+  EXPECT_EQ(heads.of(0, 1), 2.0f);
   EXPECT_EQ(heads.count(3), 3);
-  EXPECT_EQ(heads.from_head(1).of(1), 4.0f);
-  EXPECT_EQ(heads.of_row(3, 4).of(2), 4.0f);
+  EXPECT_EQ(heads.from_head(1).of(0, 1), 4.0f);
+  EXPECT_EQ(heads.of_row(3, 4).of(0, 2), 4.0f);
 
   EXPECT_EQ(tensor, ScaleView(values, 0, 0, 0));
   EXPECT_FALSE(tensor == heads);
   EXPECT_FALSE(heads == heads.from_head(1));
+}
+
+TEST(ScaleView, OneOfEachSequenceAndHead) {
+  const float values[6] = {1, 2, 3, 4, 5, 6};
+  const ScaleView scales(values, 0, 0, 1, 3), repeated(values, 0, 0, 0, 1);
+  EXPECT_EQ(scales.sequences(2), 2);
+  EXPECT_EQ(ScaleView(values, 0, 0, 1).sequences(2), 1);
+  for (int b = 0; b < 2; ++b)
+    for (int h = 0; h < 3; ++h) {
+      EXPECT_EQ(scales.of(b, h), values[b * 3 + h]);
+      EXPECT_EQ(scales.from_head(h).of(b, 0), values[b * 3 + h]);
+      EXPECT_EQ(scales.of_sequence(b).of(0, h), values[b * 3 + h]);
+      EXPECT_EQ(scales.of_row(5, 7).of(b, h), values[b * 3 + h]);
+      EXPECT_EQ(repeated.of(b, h), values[b]);
+    }
+  EXPECT_EQ(scales.of_sequence(1).sequences(2), 1);
+  EXPECT_NE(scales, ScaleView(values, 0, 0, 1));
 }
 
 /// Scales of each key and kv head, [pages, page, kv_heads] with room between them.
@@ -97,8 +114,8 @@ TEST(ScaleView, OneOfEachKeyAndHead) {
   for (int page = 0; page < kPages; ++page)
     for (int row = 0; row < kPage; ++row)
       for (int head = 0; head < kHeads; ++head) {
-        EXPECT_EQ(scales.of_row(page, row).of(head), value(page, row, head));
-        EXPECT_EQ(scales.from_head(head).of_row(page, row).of(0), value(page, row, head));
+        EXPECT_EQ(scales.of_row(page, row).of(0, head), value(page, row, head));
+        EXPECT_EQ(scales.from_head(head).of_row(page, row).of(0, 0), value(page, row, head));
       }
 }
 

@@ -107,6 +107,13 @@ TEST(KernelsApi, AppendedContextIsTheWholeCache) {
   p.kernels.segmented_attention(p.segmented());
   expect_close(out, p.out);
   expect_close(lse, p.lse);
+
+  p.out = nans(p.out.size()), p.lse = nans(p.lse.size());
+  auto alone = p.common<ContextAttention>();
+  p.kernels.context_attention(p.with_workspace(alone));  // without k and v
+  p.kernels.check(p.with_workspace(alone));
+  expect_close(out, p.out);
+  expect_close(lse, p.lse);
 }
 
 TEST(KernelsApi, SkippedDecodeIsUntouched) {

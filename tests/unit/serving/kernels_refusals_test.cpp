@@ -290,6 +290,10 @@ TEST(KernelsRefusals, ContextAttentionRefusesByName) {
               {"k is [4, 4, 32]; [4, 2, 32]",
                [](A& a, ServingCalls& p) { a.k = p.rows(p.q, kHeads); }},
               {"v is bf16; fp32 is wanted", [](A& a, ServingCalls&) { a.v.dtype = bf16; }},
+              {"k is given without v", [](A& a, ServingCalls&) { a.v = {}; }},
+              {"v is given without k", [](A& a, ServingCalls&) { a.k = {}; }},
+              {"mask.alignment is upper_left",
+               [](A& a, ServingCalls&) { a.attention.mask.alignment = Alignment::upper_left; }},
               {"give one of them",
                [](A& a, ServingCalls& p) {
                  a.attention.out_scale = a.out_scale_inv = Tensor(p.one.data(), {1});

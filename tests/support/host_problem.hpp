@@ -439,9 +439,8 @@ class HostProblem {
     if (shape.rope_table) {
       std::int64_t positions = 1;
       for (int b = 0; b < batch(); ++b)
-        positions =
-            std::max<std::int64_t>({positions, shape.kv_len[b],
-                                    first_position(b) + shape.query_len[b], 1 - first_position(b)});
+        positions = std::max<std::int64_t>(
+            {positions, shape.kv_len[b], context(b) + shape.query_len[b], 1 - context(b)});
       tables.emplace(shape.rope, positions, *shape.rope_table);
     }
     for (int b = 0; b < batch() && !is_fp8(k.dtype); ++b)

@@ -171,7 +171,11 @@ TEST(Features, WhatEachSequenceHides) {
     for (const int ranks : {1, 2})
       for (const int what : {0, 1, 2})
         for (const bool causal : {false, true}) {
-          Serving s{.dtype = dtype, .q_lens = {150, 40, 300, 70}, .kv_lens = {700, 130, 300, 513}};
+          Serving s{.heads = 2,
+                    .kv_heads = 1,
+                    .dtype = dtype,
+                    .q_lens = {reduced(150, 40), 20, reduced(300, 66)},
+                    .kv_lens = {reduced(700, 200), 50, reduced(300, 130)}};
           s.mask = {.causal = causal, .window = what == 1 ? 200 : 0};
           s.page = ranks == 1 ? 0 : 16;
           check_dealt(hidden_in_a_batch(s, what), {.ranks = ranks, .invariant = what == 2});

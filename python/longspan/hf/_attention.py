@@ -127,13 +127,14 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
 
 def _hidden(mask: Mask, share: Share | None) -> dict:
     """What padding hides. No token sees, or is, padding on the right of it where the mask is causal."""
-    if mask.padding is None or (mask.padding == "right" and mask.causal):
+    kind = type(mask)
+    if kind.padding is None or (kind.padding == "right" and kind.causal):
         return {}
-    if mask.padding == "right" and share is not None:
+    if kind.padding == "right" and share is not None:
         _refuse("padding on the right of keys in a ShardedCache, in layers that are not causal,")
     with torch._C.DisableTorchFunction():
         numbers = mask.as_subclass(Tensor)[:, 0, 0, 0]
-    return {"cache_leftpad" if mask.padding == "left" else "cache_seqlens": numbers}
+    return {"cache_leftpad" if kind.padding == "left" else "cache_seqlens": numbers}
 
 
 def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = causal_mask_function,

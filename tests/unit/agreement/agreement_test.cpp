@@ -142,7 +142,7 @@ std::set<std::string> own_names() {
 
 TEST(Agreement, TheReaderOfHeadersFindsWhatIsThere) {
   using testing::ElementsAre;
-  EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right"));
+  EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right", "alignment"));
   EXPECT_THAT(names_of("DTypes"), ElementsAre("compute", "query", "kv", "out", "tf32",
                                               "fp8_products", "bf16_products"));
   EXPECT_THAT(names_of("Sharding"), ElementsAre("layout", "block"));
@@ -185,6 +185,7 @@ const std::map<std::string, OptionCase> kOptions{
     {"mask.causal", {[](Options& o) { o.mask.causal = true; }}},
     {"mask.window", {[](Options& o) { o.mask.window = 7; }}},
     {"mask.right", {[](Options& o) { o.mask.right = 7; }}},
+    {"mask.alignment", {[](Options& o) { o.mask.alignment = Alignment::upper_left; }}},
     {"score.scale", {[](Options& o) { o.score.scale = 0.5f; }}},
     {"score.softcap", {[](Options& o) { o.score.softcap = 30; }}},
     {"score.alibi", {[](Options& o) { o.score.alibi = Alibi::query; }}},
@@ -497,6 +498,26 @@ TEST(Agreement, SlopesOfEachSequenceDifferFromSlopesOfAllByTheirShape) {
       of_each(each.args, each.options, false);
   EXPECT_NE(of_all.hash(), of_each.hash());
   EXPECT_NE(of_all.text(nullptr, 0), of_each.text(nullptr, 0));
+}
+
+/// Every scale of [batch, kv_heads] is compared, and no room between sequences. Where one number
+/// stands for all kv heads, nothing past it is read.
+TEST(Agreement, ScalesOfEachSequenceAreCompared) {
+  const auto digest = [](std::vector<float> scales, std::int64_t step, std::int64_t head) {
+    Everything one;
+    one.args.k_scale = Tensor(scales.data(), {2, Everything::kHeads}, {step, head});
+    return one.digest();
+  };
+  const std::vector<float> scales{1, 2, 3, 4, 9, 5, 6, 7, 8};
+  const std::uint64_t plain = digest(scales, 5, 1);
+  for (std::size_t i = 0; i < scales.size(); ++i) {
+    std::vector<float> changed = scales;
+    changed[i] += 1;
+    EXPECT_EQ(digest(changed, 5, 1) == plain, i == 4) << i;
+  }
+  EXPECT_EQ(digest({1, 3, 9}, 1, 0), digest({1, 3, 8}, 1, 0));
+  EXPECT_NE(digest({1, 3}, 1, 0), digest({1, 4}, 1, 0));
+  EXPECT_NE(digest({1}, 0, 0), digest({2}, 0, 0));
 }
 
 TEST(Agreement, TheListOfOwnFieldsNamesFieldsThatThereAre) {

@@ -352,7 +352,7 @@ Family everything(const Sweep& sweep) {
     p.keys = rule(kRules[below(random, std::size(kRules))]);
     p.queries = rule(kRules[below(random, std::size(kRules))]);
     if (!shards_queries) p.queries.reset();
-    if (below(random, 3) == 0)
+    if (below(random, 3) == 0 && shape.dim > 1)
       p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
                         .interleaved = below(random, 2) == 0};
     if (below(random, 3) == 0)

@@ -410,8 +410,9 @@ std::uint64_t digest(const Communicator& world, const Problem& problem, const An
                [&](std::int64_t i) {
                  std::uint64_t hash = mix(answer.rows[i] + 1);
                  for (std::size_t at = 0; at < row_bytes; at += sizeof(std::uint64_t)) {
-                   std::uint64_t word;
-                   std::memcpy(&word, answer.out.data() + i * row_bytes + at, sizeof word);
+                   std::uint64_t word = 0;
+                   std::memcpy(&word, answer.out.data() + i * row_bytes + at,
+                               std::min(sizeof word, row_bytes - at));
                    hash = mix(hash ^ word) + at;
                  }
                  hashes[i] = hash;

@@ -23,8 +23,8 @@ def shapes(draw):
     kv_heads = draw(st.integers(1, 3))
     keys = draw(st.integers(0, 300))
     return dict(keys=keys, tokens=draw(st.integers(0, min(keys, 40))), kv_heads=kv_heads,
-                heads=kv_heads * draw(st.integers(1, 3)), dim=8 * draw(st.integers(1, 16)),
-                value_dim=8 * draw(st.integers(1, 16)))
+                heads=kv_heads * draw(st.integers(1, 3)), dim=draw(st.integers(1, 128)),
+                value_dim=draw(st.integers(1, 128)))
 
 
 def strided(rng, shape, dtype, how):

@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_upper_left
 LAYOUTS = ("contiguous", "zigzag", "striped", "interleaved:1", "interleaved:7", "interleaved")
 CASES = st.fixed_dictionaries(dict(
     seed=st.integers(0, 2 ** 32 - 10), batch=st.integers(1, 3), kv_heads=st.integers(1, 2), keys=st.integers(0, 150),
-    dim=st.sampled_from([8, 16, 32]), dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    dim=st.sampled_from([8, 15, 16, 21, 32]), dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     layout=st.sampled_from(LAYOUTS), queries=st.sampled_from(["as keys", "zigzag", "striped", None]),
     format=st.sampled_from(["bhtd", "bthd"]), causal=st.booleans(), window=st.booleans(), softcap=st.booleans(),
     slopes=st.booleans(), sinks=st.booleans(), strided=st.booleans(), apart=st.booleans(), expanded=st.booleans(),

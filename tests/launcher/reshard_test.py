@@ -48,7 +48,7 @@ class ReshardTest(CommandTest):
     def test_types_and_latent_keys(self):
         for ranks in self.rank_counts:
             for dtype in ("fp32", "fp16", "e4m3", "e5m2"):
-                self.reshard(ranks, "--to", "striped", "--dtype", dtype, "--value-dim", 4, "--batch", 2, *SMALL)
+                self.reshard(ranks, "--to", "striped", "--dtype", dtype, "--value-dim", 5, "--batch", 2, *SMALL)
             found = self.reshard(ranks, "--to", "striped", "--value-dim", 0, *SMALL)
             self.assertEqual(sum(t["received"] + t["kept"] for t in found["traffic"]), 700 * ROW // 2)
 
@@ -56,7 +56,7 @@ class ReshardTest(CommandTest):
         for ranks in self.rank_counts:
             for options, words in ((("--from", "diagonal"), "diagonal"), (("--to", "zigzag:4"), "zigzag:4"),
                                    (("--to-ranks", 9), "--to-ranks 9"), (("--from-first", 8), "--from-first 8"),
-                                   (("--dim", 6), "multiple of 4"), (("--dtype", "int8"), "int8"),
+                                   (("--dim", 0), "from 1 to"), (("--dtype", "int8"), "int8"),
                                    (("--kv", 2000000000, "--batch", 1000), "GiB")):
                 self.ends(longspan(ranks, "reshard", *options), USAGE, words)
 

@@ -382,6 +382,7 @@ constexpr Split kSplits[] = {
     {{.ranks = 3, .rows = 6, .heads = 2, .dim = 256}, 32},
     {{.ranks = 2, .rows = 2, .heads = 2, .dim = 128, .dtype = DType::fp16}, 256},
     {{.ranks = 2, .rows = 4, .heads = 2, .dim = 512}, 64},
+    {{.ranks = 2, .rows = 6, .heads = 2, .dim = 21, .dtype = DType::bf16}, 8},
 };
 std::string name_of_split(const ::testing::TestParamInfo<Split>& tested) {
   return "splits" + std::to_string(tested.param.splits);
@@ -465,6 +466,10 @@ constexpr Problem kProblems[] = {
     {.ranks = 2, .rows = 7, .dim = 512, .dtype = DType::bf16},
     {.ranks = 3, .rows = 5, .dim = 512, .push = Push::two_trips},
     {.ranks = 2, .rows = 40, .dim = 8},
+    {.ranks = 2, .rows = 6, .heads = 2, .dim = 21, .dtype = DType::bf16},
+    {.ranks = 3, .rows = 12, .heads = 2, .dim = 59, .dtype = DType::fp16, .push = Push::two_trips},
+    {.ranks = 2, .rows = 6, .heads = 2, .dim = 12, .push = Push::two_trips},
+    {.ranks = 2, .rows = 4, .dim = 1, .dtype = DType::e4m3, .push = Push::two_trips},
 };
 std::string name_of(const ::testing::TestParamInfo<Problem>& tested) {
   const Problem& p = tested.param;

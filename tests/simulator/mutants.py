@@ -1054,6 +1054,16 @@ MUTANTS = [
            "As many columns of a state are folded onto the one before as keys have.",
            old="const int vectors = aside.columns() / kVector;",
            new="const int vectors = padded_dim(p.head_dim) / kVector;"),
+
+    # ---- rows that end inside of eight elements ------------------------------------------------
+    Mutant("row-read-past-its-end", "kernels/cuda/common/loader.cuh", "portable",
+           "The elements after a row's last are taken for its own.",
+           old="return i < count ?",
+           new="return i < 8 ?"),
+    Mutant("row-stored-past-its-end", "kernels/cuda/combine/row_epilogue.cuh", "merge",
+           "A result's padding is stored too, over the head after it.",
+           old="if (i < count) store_elements(",
+           new="if (i < kColumns) store_elements("),
 ]
 
 

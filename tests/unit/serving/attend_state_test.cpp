@@ -719,7 +719,7 @@ TEST_F(AttendStateTest, AttendRefusesByName) {
       ops,
       {{"fp8_products is not supported by attend_state",
         [](Call& c) { c.a.dtypes.fp8_products = true; }},
-       {"head_dim 20", [](Call& c) { c.a.q.shape[2] = c.a.k.shape[2] = c.a.v.shape[2] = 20; }}},
+       {"head_dim 577", [](Call& c) { c.a.q.shape[2] = c.a.k.shape[2] = c.a.v.shape[2] = 577; }}},
       attend_it);
 }
 
@@ -798,7 +798,8 @@ TEST_F(AttendStateTest, SizesThatThereAreNot) {
   EXPECT_THROW(ops.state_bytes(4, 0, 32), InputError);
   EXPECT_THROW(ops.state_bytes(std::int64_t{1} << 31, 4, 32), InputError);
   EXPECT_THROW(ops.state_bytes(1 << 30, 1 << 30, 512), InputError);
-  EXPECT_THROW(ops.state_bytes(4, 4, 12), Unsupported);
+  EXPECT_EQ(ops.state_bytes(4, 4, 21), 16 * 8 + 16 * 24 * 4u);
+  EXPECT_THROW(ops.state_bytes(4, 4, 0), Unsupported);
   EXPECT_THROW(ops.state_bytes(4, 4, 1024), Unsupported);
 }
 

@@ -34,7 +34,7 @@ struct StrategyInfo {
 /// Every strategy of this build, in order of preference.
 std::span<const StrategyInfo> strategies();
 
-/// The size of one sequence of a run. Its rows are its last positions.
+/// The size of one sequence of a run.
 struct SequenceSize {
   std::int64_t rows = 0;  ///< of queries, on all ranks
   std::int64_t keys = 0;  ///< on all ranks

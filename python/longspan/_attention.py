@@ -393,11 +393,12 @@ class Attention:
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
-                 dv: Array | None = None, dsinks: Array | None = None, accumulate: bool = False, causal: Numbers | None = None,
-                 cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
-                 alibi_slopes: Numbers | None = None, sinks: Numbers | None = None,
-                 qq_bias: Array | None = None, documents: Numbers | None = None,
-                 total_keys: int | None = None, total_queries: int | None = None,
+                 dv: Array | None = None, dsinks: Array | None = None, accumulate: bool = False,
+                 causal: Numbers | None = None, cu_seqlens_q: Numbers | None = None,
+                 cache_seqlens: Numbers | None = None, alibi_slopes: Numbers | None = None,
+                 sinks: Numbers | None = None, qq_bias: Array | None = None,
+                 documents: Numbers | None = None, cache_leftpad: Numbers | None = None,
+                 seqused_q: Numbers | None = None, seqused_k: Numbers | None = None, total_keys: int | None = None, total_queries: int | None = None,
                  key_table: Numbers | None = None, query_table: Numbers | None = None,
                  stream: Stream | None = None) -> Any:
         """The gradients of one run of a layer with gradients=True. Collective.
@@ -440,12 +441,15 @@ class Attention:
             q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
             block_table=None, k_new=None, v_new=None, total_keys=total_keys, total_queries=total_queries,
             **self._dealt_out)
+        if seqused_k is not None:
+            cache_seqlens = used_keys(k, cache_seqlens, seqused_k, None)
         return _core.backward_layer(
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
-            dsinks=dsinks, accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
-            cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
+            dsinks=dsinks, accumulate=accumulate, total_keys=total_keys, total_queries=total_queries,
+            cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
             query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
             out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,
+            cache_leftpad=cache_leftpad, seqused_q=seqused_q, cache_batch_idx=None, cu_seqlens_k_new=None,
             skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys, whole_queries=whole_queries,
             contradiction=message, rotary_cos=None, rotary_sin=None)
 

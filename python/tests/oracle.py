@@ -83,11 +83,12 @@ def assert_lse_close(found, wanted):
 
 
 def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              alibi="query", sinks=None, documents=None):
+              alibi="query", sinks=None, documents=None, leftpad=0, used=None, first=None):
     """(dq, dk, dv, dsinks) of attention() with these options, for gradients of its out and lse; dsinks
     is None without sinks."""
     q, k, v, dout = (host(a).astype(np.float64) for a in (q, k, v, dout))
-    options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, documents=documents)
+    options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, documents=documents, leftpad=leftpad,
+                   used=used, first=first)
     group = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, lse = attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, **options)

@@ -101,6 +101,24 @@ def test_a_batch_whose_sequences_end_early(rng):
         assert not dk[b, n:].any() and not dv[b, n:].any()
 
 
+@pytest.mark.parametrize("upper_left", [False, True])
+def test_padding_documents_and_alignment(rng, upper_left):
+    q, dout = (numbers(rng, (2, 10, 4, 32)) for _ in range(2))
+    k, v = (numbers(rng, (2, 50, 2, 32)) for _ in range(2))
+    lengths, pads, used, documents = [37, 12], [5, 0], [10, 4], [[0, 6, 37], [2, 12, 12]]
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=32, dtype="float32", causal=True, max_queries=20,
+                               max_batch=2, max_seqlen_k=50, gradients=True,
+                               causal_alignment="upper_left" if upper_left else "lower_right")
+    run = dict(seqused_k=lengths, cache_leftpad=pads, seqused_q=used, documents=documents)
+    out, lse = layer(q, k, v, return_lse=True, **run)
+    dq, dk, dv = layer.backward(dout, q, k, v, out, lse, **run)
+    for b, n in enumerate(lengths):
+        wanted = gradients(q[b], k[b, :n], v[b, :n], dout[b], None, causal=True, documents=documents[b],
+                           leftpad=pads[b], used=used[b], first=0 if upper_left else None)
+        assert_gradients_close((dq[b], dk[b, :n], dv[b, :n]), wanted)
+        assert not dq[b, used[b]:].any()
+
+
 def test_arrays_of_the_caller(rng):
     q, k, v, dout, _ = problem(rng, dtype="bfloat16")
     layer, _ = layer_of({}, dtype="bfloat16")

@@ -601,7 +601,8 @@ Family upper_left(const Sweep& sweep) {
     if (chance(3)) p.sinks = draw_sinks(p, i);
     if (chance(3)) take_slopes(p, pick(random, {Alibi::context, Alibi::query, Alibi::sqrt}));
     if (chance(3)) take_drafts(p, i);
-    if (chance(3)) p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2))};
+    if (chance(3) && shape.dim > 1)
+      p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2))};
     p.options.invariant = chance(2);
     p.keys = rule(kRules[below(random, std::size(kRules))]);
     p.queries = rule(kRules[below(random, std::size(kRules))]);

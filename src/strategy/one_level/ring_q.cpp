@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "longspan/error.hpp"
+#include "src/base/at.hpp"
 #include "src/strategy/route.hpp"
 #include "src/strategy/shared/dealt_rows.hpp"
 #include "src/strategy/shared/row_gradients.hpp"
@@ -122,7 +123,6 @@ class RingQ final : public Strategy {
     const Pass& pass_;
   };
 
-  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
   int rank() const { return layer_.comm.rank(); }
   int ranks() const { return layer_.comm.size(); }
   /// The rank whose rows are here in step s, and the rank that has this rank's rows.

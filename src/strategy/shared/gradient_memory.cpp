@@ -4,13 +4,12 @@
 #include <utility>
 
 #include "src/arguments/tensor_checks.hpp"
+#include "src/base/at.hpp"
 
 namespace longspan {
 namespace {
 
 using kernels::GradientSums;
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 /// Of the gradients of all sinks, in whole vectors.
 std::int64_t sink_bytes(const LayerContext& layer) {

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "longspan/error.hpp"
+#include "src/base/at.hpp"
 
 namespace longspan {
 namespace {
@@ -77,7 +78,7 @@ void HeadExchange::lay_out_whole(Parts& memory) {
   if (rows_.are_gathered()) queries_ = memory.take(at(query_slot(own.tokens)));
   const Limits& limits = layer_.options.limits;
   const std::int64_t most = ranks_.nodes == 1
-                                ? most_keys(limits, own.batch.size)
+                                ? longspan::most_keys(limits, own.batch.size)
                                 : most_keys_of_a_rank(of_nodes(layer_.options.keys, ranks_.count),
                                                       limits, own.batch.size, ranks_.nodes);
   ordered_.k = memory.take(at(key_slot(most, 0)));
@@ -254,11 +255,16 @@ void HeadExchange::find_starts(const Run& run) const {
   own_keys_.find_whole_starts(run, ordered_, part_of_node(run.arrays.keys, ranks_));
 }
 
-void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) const {
-  const Run& run = pass.run;
+std::int64_t HeadExchange::most_keys(const Run& run) const {
   std::int64_t most = 0;
   for (int p = 0; p < peers(); ++p) most = std::max(most, keys_.rows_of(run, ranks_.first + p));
-  const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank()), slot = key_slot(most, i);
+  return most;
+}
+
+void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) const {
+  const Run& run = pass.run;
+  const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
+  const std::int64_t slot = key_slot(most_keys(run), i);
   pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows, dim_of(i),
              layer_.bounds.kv_dtype, &HeadShare::kv, slot);
   all_to_all(pass, slot, i == 0 ? "exchange of keys" : "exchange of values");

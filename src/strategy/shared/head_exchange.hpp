@@ -76,6 +76,8 @@ class HeadExchange {
   /// sums of keys (kernels::GradientSums).
   std::int64_t row_slot(std::int64_t rows, int dim, DType dtype) const;
   std::int64_t key_sum_slot(std::int64_t rows, int dim) const;
+  /// The most keys of any rank in a run.
+  std::int64_t most_keys(const Run& run) const;
   /// Which rank has which rows, and how many keys.
   const DealtRows& rows() const { return rows_; }
   const TravellingKeys& keys() const { return keys_; }
@@ -97,7 +99,6 @@ class HeadExchange {
  private:
   class Forward;
 
-  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
   int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }

@@ -3,14 +3,13 @@
 #include <algorithm>
 
 #include "src/arguments/tensor_checks.hpp"
+#include "src/base/at.hpp"
 
 namespace longspan {
 namespace {
 
 using kernels::GradientSums;
 using kernels::PackOutputsParams;
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 float* floats(std::byte* bytes) { return reinterpret_cast<float*>(bytes); }
 
@@ -182,17 +181,10 @@ void HeadGradients::find_key_map(const Pass& pass) const {
   map.shard = run.arrays.keys;
   map.batch = pass.attend.batch;  // with the starts of whole sequences
   map.ranks = layer_.comm.size();
-  map.capacity = most_keys_of(run);
+  map.capacity = exchange_.most_keys(run);
   map.map = key_map_;
   map.of_keys = true;
   layer_.kernels.map_rows(map, run.stream);
-}
-
-std::int64_t HeadGradients::most_keys_of(const Run& run) const {
-  std::int64_t most = 0;
-  for (int p = 0; p < layer_.comm.size(); ++p)
-    most = std::max(most, exchange_.keys().rows_of(run, p));
-  return most;
 }
 
 /// Sends the gradients of each key to its rank, in the form of GradientSums, and adds up those that
@@ -200,7 +192,7 @@ std::int64_t HeadGradients::most_keys_of(const Run& run) const {
 void HeadGradients::return_keys(const Pass& pass, const GradientSums& sums, const GradientSums& own,
                                 const char* step) const {
   const Run& run = pass.run;
-  const std::int64_t most = most_keys_of(run), slot = exchange_.key_sum_slot(most, sums.dim);
+  const std::int64_t most = exchange_.most_keys(run), slot = exchange_.key_sum_slot(most, sums.dim);
   const int row = GradientSums::padded(sums.dim);
   PackOutputsParams pack;
   pack.dim = row;

@@ -37,7 +37,6 @@ class HeadGradients {
   void bring(Pass& pass, const GradientArgs& args) const;
   kernels::GradientParams attend(const Pass& pass, const GradientArgs& args) const;
   void return_rows(const Pass& pass, const kernels::GradientSums& sums) const;
-  std::int64_t most_keys_of(const Run& run) const;
   void find_key_map(const Pass& pass) const;
   void return_keys(const Pass& pass, const kernels::GradientSums& sums,
                    const kernels::GradientSums& own, const char* step) const;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <utility>
 
+#include "src/base/at.hpp"
 #include "src/strategy/shared/dense_rows.hpp"
 #include "src/strategy/shared/sent_rows.hpp"
 
@@ -14,7 +15,6 @@ using kernels::KeyArrivals;
 using kernels::RowPlaces;
 using kernels::RowPuts;
 
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::int64_t row_bytes(DType dtype, int dim) { return storage_of(dtype).row_bytes(dim); }
 
 /// Pieces of all heads of a rank's rows, which have `bytes` bytes.

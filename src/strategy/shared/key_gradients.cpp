@@ -1,11 +1,8 @@
 #include "src/strategy/shared/key_gradients.hpp"
 
+#include "src/base/at.hpp"
+
 namespace longspan {
-namespace {
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-}  // namespace
 
 /// Attends backward to each block of keys in turn.
 class KeyGradients::Backward final : public Visitor {

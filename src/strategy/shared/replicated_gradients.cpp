@@ -1,12 +1,14 @@
 #include "src/strategy/shared/replicated_gradients.hpp"
 
+#include "src/base/divided_up.hpp"
+
 namespace longspan {
 namespace {
 
 constexpr std::int64_t kWord = 16;  // bytes; shares are whole words
 
 std::int64_t share_of(std::int64_t bytes, std::int64_t ranks) {
-  return (bytes + ranks * kWord - 1) / (ranks * kWord) * kWord;
+  return divided_up(bytes, ranks * kWord) * kWord;
 }
 
 }  // namespace

@@ -1,13 +1,9 @@
 #include "src/strategy/shared/row_gradients.hpp"
 
 #include "src/arguments/tensor_checks.hpp"
+#include "src/base/at.hpp"
 
 namespace longspan {
-namespace {
-
-std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-}  // namespace
 
 /// Attends backward with each rank's rows in turn.
 class RowGradients::Backward final : public Visitor {

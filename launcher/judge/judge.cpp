@@ -30,6 +30,14 @@ double score_unit(const Options& o) {
   return o.dtypes.compute == DType::fp16 ? 0x1p-10 : 0x1p-7;
 }
 
+/// Half the distance between the numbers of the type near x: the error of one rounding. 0 for types
+/// other than fp16 and bf16.
+double rounding_error(DType dtype, double x) {
+  if (x == 0 || (dtype != DType::fp16 && dtype != DType::bf16)) return 0;
+  return dtype == DType::fp16 ? std::ldexp(1.0, std::max(std::ilogb(x), -14) - 11)
+                              : std::ldexp(1.0, std::ilogb(x) - 8);
+}
+
 /// |a - b|, where two NaNs or two equal infinities agree, and only one is an infinite error.
 double distance(double a, double b) {
   if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
@@ -236,7 +244,10 @@ Judgement conclude(const Communicator& world, const Problem& problem, const Find
   Judgement j;
   j.rows = rows;
   j.plain_error = all.plain;
-  j.bound = std::max(2 * all.plain, fp32 ? kNormBound * all.exact_max : 0.0);
+  // In a few elements, all of plain attention's roundings may happen to be small.
+  const double unit = unit_of(problem);
+  const double rounding = unit * rounding_error(problem.out_dtype(), all.exact_max / unit);
+  j.bound = std::max(2 * std::max(all.plain, rounding), fp32 ? kNormBound * all.exact_max : 0.0);
   const double norm = all.exact2 > 0 ? std::sqrt(all.exact2) : 1;
   j.relative_error = std::sqrt(all.error2) / norm;
   if (fp32) j.relative_bound = std::max(kNormBound, std::sqrt(all.bound2) / norm);

@@ -263,12 +263,13 @@ TEST(Refusals, ByName) {
   kernels::AttendParams p;
   p.dtype = DType::bf16;
   for (const auto& [head_dim, value_dim] :
-       {std::pair{0, 8}, {20, 64}, {584, 512}, {576, 520}, {64, 20}}) {
+       {std::pair{0, 8}, {577, 512}, {584, 512}, {576, 520}, {8, 0}}) {
     p.head_dim = head_dim;
     p.value_dim = value_dim;
     EXPECT_THROW(backend->check(p), Unsupported) << head_dim << " " << value_dim;
   }
-  for (const auto& [head_dim, value_dim] : {std::pair{64, 64}, {8, 8}, {192, 128}, {576, 512}}) {
+  for (const auto& [head_dim, value_dim] :
+       {std::pair{64, 64}, {8, 8}, {192, 128}, {576, 512}, {20, 64}, {64, 20}, {1, 1}}) {
     p.head_dim = head_dim;
     p.value_dim = value_dim;
     EXPECT_NO_THROW(backend->check(p)) << head_dim << " " << value_dim;

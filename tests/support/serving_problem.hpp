@@ -126,8 +126,9 @@ class ServingProblem {
   }
   bool skipped(int b) const { return shape.skip_decode && shape.q_lens[b] == 1; }
 
-  /// Positions that the query at `position` of sequence b sees.
+  /// Positions that the query at `position` of sequence b sees. Rows that are not used see nothing.
   Interval visible(int b, std::int64_t position) const {
+    if (position >= shape.kv_lens[b]) return {};
     Mask rule = shape.mask;
     if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
     return launcher::seen_keys(rule, position, shape.kv_lens[b],

@@ -48,6 +48,9 @@ void GradientKernels::attend_gradients(const GradientParams&, Stream, const Betw
 void GradientKernels::add_sums(float*, const float*, std::int64_t, Stream) const {
   refuse_gradients();
 }
+void GradientKernels::add_sums(double*, const double*, std::int64_t, Stream) const {
+  refuse_gradients();
+}
 void GradientKernels::store_gradients(const StoreGradientParams&, Stream) const {
   refuse_gradients();
 }

@@ -150,6 +150,7 @@ class GradientKernels {
                                 const BetweenTiles& between = {}) const;
   /// to += from, `count` floats of GradientSums.
   virtual void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const;
+  virtual void add_sums(double* to, const double* from, std::int64_t count, Stream stream) const;
   /// Rounds sums of gradients, and stores them.
   virtual void store_gradients(const StoreGradientParams& params, Stream stream) const;
 };

@@ -66,6 +66,8 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return static_cast<bool>(p.parts); }},
     {"state in", "rows begin from a previous state", kCalls, kYes, kYes,
      [](const P& p) { return p.resume; }},
+    {"fp64", "q, k, v and the result of fp64, computed in fp64", kLayer, kYes, kNo,
+     [](const P& p) { return p.dtype == DType::fp64; }},
     // The host's products stay exact, as the option allows.
     {"tf32", "fp32 products rounded to tf32", kBoth, kYes, kYes, [](const P& p) { return p.tf32; }},
     // CUDA's bf16 products are like that anyway.

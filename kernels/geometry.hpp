@@ -47,8 +47,14 @@ struct Batch {
   LONGSPAN_HD bool skips(std::int64_t query_len) const { return skip_decode && query_len == 1; }
 };
 
+/// The numbers of Score for products of fp64.
+struct WideScore {
+  double scale = 1.0;
+  double softcap = 0.0;
+};
+
 struct Geometry {
-  DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16
+  DType dtype = DType::fp32;     // of the products: fp32, fp16 or bf16; on CPUs also fp64
   DType q_dtype = DType::fp32;   // dtype, or fp8
   DType kv_dtype = DType::fp32;  // dtype, or fp8
   std::int64_t tokens = 0;       // query rows on this rank
@@ -65,6 +71,7 @@ struct Geometry {
   Mask mask;
   Documents documents;  // of each sequence
   Score score;
+  WideScore wide_score;  // the same, for fp64
   Bias bias;
   bool invariant = false;          // keep the fixed order also for long queries
   bool tf32 = false;               // fp32 products may be rounded to tf32

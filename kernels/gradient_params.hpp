@@ -26,6 +26,18 @@ struct RowTerm {
   float d = 0;        // D
 };
 
+/// The same of products of fp64. The lse is natural.
+struct WideRowTerm {
+  double lse = 0;
+  double d = 0;
+};
+
+/// The bytes of the terms of `rows` rows of a head.
+constexpr std::int64_t row_term_bytes(DType dtype, std::int64_t rows) {
+  return rows *
+         static_cast<std::int64_t>(dtype == DType::fp64 ? sizeof(WideRowTerm) : sizeof(RowTerm));
+}
+
 /// Makes the terms of all rows of a batch.
 struct RowTermParams {
   DType out_dtype = DType::fp32;
@@ -37,7 +49,7 @@ struct RowTermParams {
   TokenRows dout;            // [tokens, heads, value_dim]
   TokenLse lse;              // [tokens, heads], natural
   TokenLse dlse;             // [tokens, heads]; null: no gradient came with the lse
-  RowTerm* terms = nullptr;  // [tokens, heads]
+  RowTerm* terms = nullptr;  // [tokens, heads]; of WideRowTerm if out is fp64
 };
 
 /// Adds up the gradients of the sinks over the rows of a batch: to[h] = -sum exp(sink - lse) D.
@@ -53,17 +65,25 @@ struct SinkGradientParams {
 
 /// Sums in fp32, with a kv head's rows one after another, so that a head is one dense block:
 /// [kv_heads, rows, padded(dim)]. Rows of queries are packed: token * group + head of the group.
+/// Sums of products of fp64 are in fp64, of the same shape.
 struct GradientSums {
   float* data = nullptr;
   std::int64_t rows = 0;  // of a kv head, over the batch
   int dim = 0;
 
   LONGSPAN_HD static int padded(int dim) { return (dim + 15) / 16 * 16; }
-  LONGSPAN_HD static std::int64_t bytes(std::int64_t rows, int kv_heads, int dim) {
-    return rows * kv_heads * padded(dim) * 4;
+  LONGSPAN_HD static std::int64_t bytes(std::int64_t rows, int kv_heads, int dim,
+                                        DType products = DType::fp32) {
+    return rows * kv_heads * padded(dim) * element_bytes(products);
+  }
+  LONGSPAN_HD static constexpr int element_bytes(DType products) {
+    return products == DType::fp64 ? 8 : 4;
   }
   LONGSPAN_HD float* at(int kv_head, std::int64_t row) const {
     return data + (kv_head * rows + row) * padded(dim);
+  }
+  double* wide_at(int kv_head, std::int64_t row) const {
+    return reinterpret_cast<double*>(data) + (kv_head * rows + row) * padded(dim);
   }
 };
 
@@ -72,7 +92,7 @@ struct GradientSums {
 struct GradientParams : AttendParams {
   TokenRows dout;  // [tokens, heads, value_dim] of dout_dtype
   DType dout_dtype = DType::fp32;
-  const RowTerm* terms = nullptr;  // [tokens, heads]
+  const RowTerm* terms = nullptr;  // [tokens, heads]; of WideRowTerm for fp64
   GradientSums dq;                 // [kv_heads, tokens * group, head_dim]; no data: not wanted
   GradientSums dk;                 // [kv_heads, keys on this rank, head_dim]; no data: not wanted
   GradientSums dv;                 // [kv_heads, keys on this rank, value_dim], with dk
@@ -86,7 +106,7 @@ struct GradientParams : AttendParams {
 struct StoreGradientParams {
   GradientSums sums;
   std::int64_t count = 0;     // the first rows of each kv head; rows to store
-  DType dtype = DType::fp32;  // of the gradient: fp32, fp16 or bf16
+  DType dtype = DType::fp32;  // of the gradient: fp32, fp16 or bf16; or fp64, as its sums then are
   int kv_heads = 1;
   int group = 1;            // query heads of a kv head; 1 for the gradients of keys and values
   TokenRows to;             // [rows / group, kv_heads * group, dim]

@@ -66,7 +66,7 @@ struct MergeParams {
   Batch batch;  // with query_start and without `rows`, rows past the last sequence, and of skipped
                 // sequences, are not touched
   std::int64_t tokens = 0;    // of the result
-  DType dtype = DType::fp32;  // of the result; may be fp8
+  DType dtype = DType::fp32;  // of the result; may be fp8. fp64 is only for host::attend_fp64
   OutScale out_scale;
   TokenRows out;       // [tokens, heads, dim]
   TokenLse lse;        // [tokens, heads], natural log; data is null if it is not wanted

@@ -150,7 +150,7 @@ struct StateSlots {
   LONGSPAN_HD float* o(int slot, std::int64_t row) const { return o(slot) + row * columns(); }
 };
 
-/// A strided array [tokens, heads] of fp32.
+/// A strided array [tokens, heads] of fp32; of fp64 for products of fp64, whose kernels cast it.
 struct LseView {
   float* data = nullptr;
   std::int64_t row_stride = 0;

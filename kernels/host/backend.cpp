@@ -44,33 +44,47 @@ class HostBackend final : public Backend {
   }
 
   std::size_t attend_scratch(const AttendParams& bounds) const override {
-    return host::attend_scratch(bounds, pool_.size());
+    return bounds.dtype == DType::fp64 ? host::fp64_scratch(bounds, pool_.size())
+                                       : host::attend_scratch(bounds, pool_.size());
   }
   using AttentionKernels::attend;
   bool attend(const AttendParams& p, const Epilogue& epilogue, Stream stream,
               const EpilogueBegins& begins, const BetweenTiles& between) const override {
     if (p.new_k.data != nullptr) append(append_of(p), stream);
+    if (p.dtype == DType::fp64) {
+      const auto* const result = std::get_if<MergeParams>(&epilogue);
+      if (result == nullptr) throw Error(ErrorKind::internal, "a state of fp64 does not exist");
+      host::attend_fp64(p, *result, pool_, between);
+      return true;
+    }
     host::attend(p, pool_, between);
     queue(epilogue, stream, begins);
     return false;
   }
   void merge(const MergeParams& p, Stream) const override { host::merge(p, pool_); }
   std::size_t gradient_scratch(const GradientParams& bounds) const override {
-    return host::gradient_scratch(bounds, pool_.size());
+    return bounds.dtype == DType::fp64 ? host::gradient_scratch_fp64(bounds, pool_.size())
+                                       : host::gradient_scratch(bounds, pool_.size());
   }
-  void row_terms(const RowTermParams& p, Stream) const override { host::row_terms(p, pool_); }
+  void row_terms(const RowTermParams& p, Stream) const override {
+    p.out_dtype == DType::fp64 ? host::row_terms_fp64(p, pool_) : host::row_terms(p, pool_);
+  }
   void sink_gradients(const SinkGradientParams& p, Stream) const override {
     host::sink_gradients(p, pool_);
   }
   void attend_gradients(const GradientParams& p, Stream,
                         const BetweenTiles& between) const override {
-    host::attend_gradients(p, pool_, between);
+    p.dtype == DType::fp64 ? host::attend_gradients_fp64(p, pool_, between)
+                           : host::attend_gradients(p, pool_, between);
   }
   void add_sums(float* to, const float* from, std::int64_t count, Stream) const override {
     host::add_sums(to, from, count, pool_);
   }
+  void add_sums(double* to, const double* from, std::int64_t count, Stream) const override {
+    host::add_sums(to, from, count, pool_);
+  }
   void store_gradients(const StoreGradientParams& p, Stream) const override {
-    host::store_gradients(p, pool_);
+    p.dtype == DType::fp64 ? host::store_gradients_fp64(p, pool_) : host::store_gradients(p, pool_);
   }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
   void write_run_digest(const RunDigestParams& p, Stream) const override {

@@ -17,10 +17,21 @@ namespace longspan::kernels::host {
 
 std::size_t attend_scratch(const AttendParams& bounds, int threads);
 void attend(const AttendParams& params, ThreadPool& pool, const BetweenTiles& between);
+/// Attention of fp64, in fp64 throughout. It ends in results: a state has no fp64.
+void attend_fp64(const AttendParams& params, const MergeParams& result, ThreadPool& pool,
+                 const BetweenTiles& between);
+std::size_t fp64_scratch(const AttendParams& bounds, int threads);
 std::size_t gradient_scratch(const GradientParams& bounds, int threads);
 void attend_gradients(const GradientParams& params, ThreadPool& pool, const BetweenTiles& between);
 void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool);
 void row_terms(const RowTermParams& params, ThreadPool& pool);
+/// The same of products of fp64.
+void attend_gradients_fp64(const GradientParams& params, ThreadPool& pool,
+                           const BetweenTiles& between);
+std::size_t gradient_scratch_fp64(const GradientParams& bounds, int threads);
+void add_sums(double* to, const double* from, std::int64_t count, ThreadPool& pool);
+void row_terms_fp64(const RowTermParams& params, ThreadPool& pool);
+void store_gradients_fp64(const StoreGradientParams& params, ThreadPool& pool);
 void sink_gradients(const SinkGradientParams& params, ThreadPool& pool);
 void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);

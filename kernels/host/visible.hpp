@@ -82,10 +82,10 @@ inline Range within(const Segment& s, const Interval& local) {
 
 /// Sets the scores of keys in `range` that a row does not see to -inf; it sees the local keys
 /// `seen`.
-template <int kCount>
-void hide_unseen(const RowKeys<kCount>& seen, const Segment& segment, Range range, float* scores) {
+template <int kCount, class Real>
+void hide_unseen(const RowKeys<kCount>& seen, const Segment& segment, Range range, Real* scores) {
   const auto hide = [&](int begin, int end) {
-    if (begin < end) std::fill(scores + begin, scores + end, -infinity());
+    if (begin < end) std::fill(scores + begin, scores + end, Real{-infinity()});
   };
   int judged = range.begin;  // keys before it
   for (const Interval& one : seen.part) {
@@ -166,7 +166,8 @@ class Visible {
   bool sees_intervals() const { return !listed() && MaskRule::kIntervals == 1; }
 
   /// Sets the scores of keys in `range` that the row does not see to -inf.
-  void hide(const Segment& segment, int row, Range range, float* scores) const {
+  template <class Real>
+  void hide(const Segment& segment, int row, Range range, Real* scores) const {
     if (!listed()) {
       if (segment.keys == kSegment && blocks_.full(local(segment))) return;
       return hide_unseen(blocks_.row(row), segment, range, scores);

@@ -63,7 +63,7 @@ std::string ms_text(double ms) {
 ScoreNumbers score_numbers(const ScoreOptions& options) {
   ScoreNumbers numbers;
   visit_score_options(options, [&]<class T>(const OptionInfo& option, const T& value) {
-    if constexpr (std::is_same_v<T, float>) numbers.emplace_back(option.name, value);
+    if constexpr (std::is_same_v<T, double>) numbers.emplace_back(option.name, value);
   });
   return numbers;
 }

@@ -125,8 +125,8 @@ void add_world_options(CLI::App& app, WorldOptions& o) {
 template <class T>
 void add_number([[maybe_unused]] CLI::App& app, [[maybe_unused]] const OptionInfo& option,
                 [[maybe_unused]] T& value, [[maybe_unused]] const std::string& group) {
-  constexpr bool kPlain = std::is_same_v<T, float>;
-  if constexpr (kPlain || std::is_same_v<T, std::optional<float>>)
+  constexpr bool kPlain = std::is_same_v<T, double>;
+  if constexpr (kPlain || std::is_same_v<T, std::optional<double>>)
     app.add_option(option.command, value, option.help)
         ->check(single_precision(kPlain))
         ->group(group);

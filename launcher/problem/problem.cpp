@@ -109,9 +109,7 @@ std::int64_t Problem::tokens() const {
 std::vector<std::int32_t> Problem::query_start() const { return starts<std::int32_t>(q_lens); }
 std::vector<std::int64_t> Problem::key_start() const { return starts<std::int64_t>(kv_lens); }
 
-double Problem::scale() const {
-  return options.score.scale.value_or(1.0f / std::sqrt(static_cast<float>(options.head_dim)));
-}
+double Problem::scale() const { return options.score.scale_of(options.head_dim); }
 
 double Problem::visible_pairs() const {
   double pairs = 0;

@@ -152,7 +152,7 @@ def attend(
 
     Args:
         q: [tokens, heads, head_dim], or [batch, tokens, heads, head_dim]; float32, float16,
-            bfloat16 or fp8. Every rank has all of it, unless `queries` is given.
+            bfloat16 or fp8; on CPUs also float64, computed in float64 (strategy gather-kv). Every rank has all of it, unless `queries` is given.
         k: this rank's keys, [keys, kv_heads, head_dim], sequence after sequence; or [batch,
             capacity, kv_heads, head_dim]; or, with a block_table, its pages [pages, page, kv_heads,
             head_dim]. kv_heads divides heads. k and v are copied where rows have gaps, or where the
@@ -228,7 +228,8 @@ def attend(
             neighbouring ranks; 0: the ranks that share a machine.
         return_lse: return (out, lse).
         out: [tokens, heads, value_dim] or with batch, as q; written in place of a new array.
-        lse: [tokens, heads] or [batch, tokens, heads] float32, natural logarithms; likewise.
+        lse: [tokens, heads] or [batch, tokens, heads] float32, natural logarithms; likewise. Of a
+            float64 q it is float64.
         stream: on GPUs the stream to queue on; None is the current one of the arrays' library.
 
     Returns:
@@ -293,8 +294,8 @@ class Attention:
         comm: the ranks; None is this process alone, on CPUs.
         heads, kv_heads, head_dim, value_dim: sizes; where None, kv_heads is heads and value_dim is
             head_dim.
-        dtype: of the products: "float32", "float16" or "bfloat16", or such a dtype of NumPy or
-            torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
+        dtype: of the products: "float32", "float16" or "bfloat16", on CPUs also "float64"; or such a
+            dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
         causal, causal_alignment, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
             exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
@@ -409,7 +410,8 @@ class Attention:
 
         Args:
             dout: the gradient of out, in its shape; float32, float16 or bfloat16. If every rank has
-                all the queries, the same values on all ranks.
+                all the queries, the same values on all ranks. In a layer of float64 all arrays are
+                float64, and so are the sums.
             q, k, v: as the run had them.
             out, lse: as the run returned them.
             dlse: the gradient of lse, in its shape, float32.

@@ -54,8 +54,8 @@ OfKind = TypeVar("OfKind", bound=Array)  # results have an argument's kind
 # A small array; or on CPUs one number, a list of them, or a list of lists.
 Numbers = Union[SupportsDLPack, Buffer, float, Sequence[float], Sequence[Sequence[int]]]
 Stream = Union[int, StreamOfTorch, StreamOfCupy, SupportsCudaStream]
-DTypeName = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "fp32", "fp16",
-                    "bf16", "e4m3", "e5m2"]
+DTypeName = Literal["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "fp32",
+                    "fp16", "bf16", "fp64", "e4m3", "e5m2"]
 DType = Union[DTypeName, HasItemsize, type]
 Layout = Literal["contiguous", "ranges", "zigzag", "striped", "interleaved", "listed"]
 Part = Literal["all", "heads"]

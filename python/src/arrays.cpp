@@ -107,6 +107,10 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
   if (!object.is_none()) read(object);
 }
 
+Array::Array(nb::handle object, const char* name, Wide) : name_(name), may_be_wide_(true) {
+  if (!object.is_none()) read(object);
+}
+
 Array::Array(nb::handle object, const char* name, DType dtype, Stream stream) : name_(name) {
   if (object.is_none()) return;
   PyObject* const o = object.ptr();
@@ -163,7 +167,7 @@ const Array& Array::writable() const {
 }
 
 const Array& Array::floats() const {
-  if (!*this || is_float(tensor_.dtype)) return *this;
+  if (!*this || is_float(tensor_.dtype) || tensor_.dtype == DType::fp64) return *this;
   const std::string name(name_);
   if (tensor_.dtype != DType::uint8)
     throw InputError(name + " is " + dtype_name(tensor_.dtype) + "; a float type is wanted");
@@ -203,6 +207,7 @@ void Array::take_memory(nb::handle source) {
     wrong_type(object_, name_, "an array (NumPy, or anything with __dlpack__)");
   }
   settle();
+  if (tensor_.dtype == DType::fp64 && !may_be_wide_) refuse_type(name_, "float64");
   if (tensor_.data == nullptr) refuse_no_memory(object_, name_, "");
 }
 

@@ -44,6 +44,9 @@ class Array {
   /// InputError for element types and strides without a tensor, and for arrays whose memory does
   /// not hold their values. Unsupported for an array whose derivative is asked for.
   Array(nb::handle object, const char* name);
+  /// The same for a tensor that may be float64, which other arrays may not be.
+  struct Wide {};
+  Array(nb::handle object, const char* name, Wide);
   /// A small array, or numbers in place of one: one, a list, or a list of lists. Numbers become
   /// `dtype`, on the host. Arrays of other integers become `dtype` where it is int32, int64 or
   /// uint8 (flags): on the host, or queued on the stream of the call.
@@ -58,6 +61,10 @@ class Array {
   template <Literal kLiteral>
   Array(Argument<kLiteral> given, DType dtype, Stream stream = {})
       : Array(given, given.kName, dtype, stream) {}
+  template <Literal kLiteral>
+  static Array wide(Argument<kLiteral> given) {
+    return Array(given, given.kName, Wide());
+  }
   template <Literal kLiteral>
   static Array table(Argument<kLiteral> given, Stream stream) {
     return table(given, given.kName, stream);
@@ -98,6 +105,7 @@ class Array {
   Tensor tensor_;
   Kind kind_;
   int gpu_ = -1;
+  bool may_be_wide_ = false;
   bool read_only_ = false;
   bool is_copy_ = false;  // the memory is not the caller's
   bool has_buffer_ = false;

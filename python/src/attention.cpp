@@ -52,8 +52,9 @@ Options options_of(const AttendCall& call, const Arguments<kAttend>& given) {
     o.dtypes.compute = call.given_out.tensor().dtype;  // as nothing else says it
   for (const auto& [t, name] : {std::pair{&k, "k"}, {&call.v.tensor(), "v"}})
     if (!is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
-      throw InputError(std::string(name) + " is " + dtype_name(t->dtype) + "; " +
-                       dtype_name(o.dtypes.compute) + ", as q, or fp8 is wanted");
+      throw InputError(
+          std::string(name) + " is " + dtype_name(t->dtype) + "; " + dtype_name(o.dtypes.compute) +
+          (o.dtypes.compute == DType::fp64 ? ", as q, is wanted" : ", as q, or fp8 is wanted"));
   call.given_out.floats();
   o.dtypes.query = q.dtype;
   o.dtypes.kv = k.dtype;

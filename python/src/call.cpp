@@ -194,10 +194,10 @@ void DenseCopies::take_unless_plain(Array& array, const char* name) {
 }
 
 AttendCall::AttendCall(const Arguments<kRun>& given)
-    : q(given.get<"q">()),
+    : q(Array::wide(given.get<"q">())),
       stream(stream_of(given.get<"stream">(), q.required())),
-      k(given.get<"k">()),
-      v(given.get<"v">()),
+      k(Array::wide(given.get<"k">())),
+      v(Array::wide(given.get<"v">())),
       causal(flags_of(given.get<"causal">()), "causal", DType::uint8, stream),
       cu_seqlens_q(given.get<"cu_seqlens_q">(), DType::int32, stream),
       cache_seqlens(given.get<"cache_seqlens">(), DType::int32, stream),
@@ -205,8 +205,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
                       ? Array::table(given.get<"block_table">(), stream)
                       : Array(given.get<"cache_batch_idx">(), DType::int32, stream)),
       cu_seqlens_k_new(given.get<"cu_seqlens_k_new">(), DType::int32, stream),
-      k_new(given.get<"k_new">()),
-      v_new(given.get<"v_new">()),
+      k_new(Array::wide(given.get<"k_new">())),
+      v_new(Array::wide(given.get<"v_new">())),
       q_descale(given.get<"q_descale">(), DType::fp32),
       k_descale(given.get<"k_descale">(), DType::fp32),
       v_descale(given.get<"v_descale">(), DType::fp32),
@@ -221,8 +221,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       rotary_sin(given.get<"rotary_sin">()),
       key_table(given.get<"key_table">(), DType::int64, stream),
       query_table(given.get<"query_table">(), DType::int64, stream),
-      given_out(given.get<"out">()),
-      given_lse(given.get<"lse">()),
+      given_out(Array::wide(given.get<"out">())),
+      given_lse(Array::wide(given.get<"lse">())),
       total_keys(count_of(given.get<"total_keys">())),
       total_queries(count_of(given.get<"total_queries">())),
       whole_keys(count_of(given.get<"whole_keys">())),
@@ -349,7 +349,8 @@ void AttendCall::make_results(const Options& options, const Communicator& world)
     shape[dims - 3] = given_out ? given_out.tensor().shape[given_out.tensor().dims > 3 ? 1 : 0]
                                 : own_rows(*this, options.results.rows, world);
   out = result_of(given_out, q, {shape.data(), dims}, dtype);
-  if (return_lse || given_lse) lse = result_of(given_lse, q, {shape.data(), dims - 1}, DType::fp32);
+  if (return_lse || given_lse)
+    lse = result_of(given_lse, q, {shape.data(), dims - 1}, options.dtypes.of_lse());
 }
 
 bool AttendCall::appends_ahead(std::int64_t rows) const {

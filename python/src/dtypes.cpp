@@ -24,7 +24,8 @@ constexpr TypeName kTypes[] = {
     {"float8_e4m3fn", DType::e4m3}, {"float8_e5m2", DType::e5m2}, {"int32", DType::int32},
     {"int64", DType::int64},        {"uint8", DType::uint8},      {"bool", DType::uint8},
     {"fp32", DType::fp32},          {"fp16", DType::fp16},        {"bf16", DType::bf16},
-    {"e4m3", DType::e4m3},          {"e5m2", DType::e5m2},
+    {"e4m3", DType::e4m3},          {"e5m2", DType::e5m2},        {"float64", DType::fp64},
+    {"fp64", DType::fp64},
 };
 
 std::optional<DType> dtype_named(std::string_view name) {
@@ -56,7 +57,8 @@ DType dtype_of(nb::handle given, const char* name) {
   if (const auto dtype = dtype_named(found)) return *dtype;
   if (PyUnicode_Check(given.ptr()))
     throw InputError(std::string(name) + " is '" + found +
-                     "'; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported");
+                     "'; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported, "
+                     "on CPUs also float64");
   wrong_type(given, name, "a dtype, as 'bfloat16'");
 }
 
@@ -67,6 +69,7 @@ std::optional<DType> dtype_of_format(const char* format, Py_ssize_t size) {
     if (is_big && size > 1 && std::endian::native == std::endian::little) return std::nullopt;
     code.remove_prefix(1);
   }
+  if (code == "d") return DType::fp64;
   if (code == "f") return DType::fp32;
   if (code == "e") return DType::fp16;
   if (code == "B" || code == "?") return DType::uint8;
@@ -77,6 +80,7 @@ std::optional<DType> dtype_of_format(const char* format, Py_ssize_t size) {
 
 std::optional<DType> dtype_of_dlpack(dlpack::Type type) {
   if (type.lanes != 1) return std::nullopt;
+  if (type.code == dlpack::kFloat && type.bits == 64) return DType::fp64;
   if (type.code == dlpack::kFloat && type.bits == 32) return DType::fp32;
   if (type.code == dlpack::kFloat && type.bits == 16) return DType::fp16;
   if (type.code == dlpack::kBfloat && type.bits == 16) return DType::bf16;

@@ -33,9 +33,10 @@ constexpr NameList kBackward = [] {
 class Gradients {
  public:
   explicit Gradients(const Arguments<kBackward>& given)
-      : dout_(given.get<"dout">()),
-        dlse_(given.get<"dlse">()),
-        given_{Array(given.get<"dq">()), Array(given.get<"dk">()), Array(given.get<"dv">())},
+      : dout_(Array::wide(given.get<"dout">())),
+        dlse_(Array::wide(given.get<"dlse">())),
+        given_{Array::wide(given.get<"dq">()), Array::wide(given.get<"dk">()),
+               Array::wide(given.get<"dv">())},
         dsinks_(given.get<"dsinks">()),
         accumulate_(flag(given.get<"accumulate">())),
         copies_(given.get<"stream">()) {
@@ -156,10 +157,11 @@ class Layer {
               Argument<"k_descale"> k_descale, Argument<"v_descale"> v_descale,
               Argument<"rotary_cos"> rotary_cos, Argument<"rotary_sin"> rotary_sin,
               Argument<"stream"> stream) {
-    Array new_k(k_new);
+    Array new_k = Array::wide(k_new);
     const Stream queue = stream_of(stream, new_k.required());
-    Array new_v(v_new), cos(rotary_cos), sin(rotary_sin);
-    const Array keys(k), values(v), starts(cu_seqlens_q, DType::int32, queue),
+    Array new_v = Array::wide(v_new), cos(rotary_cos), sin(rotary_sin);
+    const Array keys = Array::wide(k), values = Array::wide(v);
+    const Array starts(cu_seqlens_q, DType::int32, queue),
         lengths(cache_seqlens, DType::int32, queue), cut(key_table, DType::int64, queue),
         k_scale(k_descale, DType::fp32), v_scale(v_descale, DType::fp32);
     for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v), &keys, &values})

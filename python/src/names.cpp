@@ -85,6 +85,7 @@ constexpr Name kNames[] = {
     {any, "dtypes.query", "q.dtype"},
     {any, "dtypes.kv", "k.dtype"},
     {any, "dtypes.out", "out.dtype"},
+    {any, "fp64", "float64"},
     {any, "fp32", "float32"},
     {any, "fp16", "float16"},
     {any, "bf16", "bfloat16"},

@@ -51,6 +51,11 @@ inline void take(std::int64_t& to, nb::handle given, const char* name) {
   to = integer(given, name);
 }
 inline void take(float& to, nb::handle given, const char* name) { to = single(given, name); }
+/// One that kernels of fp32 read too.
+inline void take(double& to, nb::handle given, const char* name) {
+  single(given, name);
+  to = real(given, name);
+}
 inline void take(std::string& to, nb::handle given, const char* name) { to = text(given, name); }
 inline void take(DType& to, nb::handle given, const char* name) { to = dtype_of(given, name); }
 inline void take(Sharding& to, nb::handle given, const char* name) {

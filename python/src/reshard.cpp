@@ -65,8 +65,8 @@ class Move {
   void run(Argument<"k"> k, Argument<"v"> v, Argument<"block_table"> block_table,
            Argument<"to_k"> to_k, Argument<"to_v"> to_v, Argument<"to_block_table"> to_block_table,
            Argument<"stream"> stream) {
-    Array keys(k), values(v);
-    const Array to_keys(to_k), to_values(to_v);
+    Array keys = Array::wide(k), values = Array::wide(v);
+    const Array to_keys = Array::wide(to_k), to_values = Array::wide(to_v);
     const Array& any = keys ? keys : to_keys;
     queue_ = any ? stream_of(stream, any) : Stream{};
     const Array table(Array::table(block_table, queue_)),

@@ -17,6 +17,8 @@ namespace {
 
 dlpack::Type dlpack_of(DType dtype) {
   switch (dtype) {
+    case DType::fp64:
+      return {dlpack::kFloat, 64, 1};
     case DType::fp32:
       return {dlpack::kFloat, 32, 1};
     case DType::fp16:
@@ -44,8 +46,8 @@ nb::object shape_tuple(std::span<const std::int64_t> shape) {
 
 /// numpy.dtype of each type, made once and kept.
 nb::handle numpy_dtype(DType dtype) {
-  static std::array<nb::handle, 8> known;
-  nb::handle& made = known[static_cast<std::size_t>(dtype)];
+  static std::array<nb::handle, static_cast<std::size_t>(DType::fp64) + 1> known;  // the last one
+  nb::handle& made = known.at(static_cast<std::size_t>(dtype));
   if (!made.is_valid()) {
     const bool is_added = dtype == DType::bf16 || is_fp8(dtype);
     nb::object type = nb::str(dtype_name(dtype));
@@ -113,7 +115,7 @@ Result::Result(const Array& like, std::span<const std::int64_t> shape, DType dty
                                               nb::arg("dtype") = torch.attr(dtype_name(dtype)));
   }
   if (object_.is_valid()) {
-    tensor_ = Array(object_, "out").tensor();
+    tensor_ = Array(object_, "out", Array::Wide()).tensor();
     return;
   }
   like_ = from_dlpack_of(like.object());

@@ -26,7 +26,7 @@ def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, option
     def own(a, rule):
         return a if rule is None else np.ascontiguousarray(longspan.shard(a, rule, comm=comm))
 
-    layer, run = layer_of(options, comm, strategy=strategy, keys=keys, queries=queries)
+    layer, run = layer_of(options, comm, q.dtype.name, strategy=strategy, keys=keys, queries=queries)
     run.update(total_keys=len(k), total_queries=None if queries is None else len(q))
     own_q, own_k, own_v = own(q, queries), own(k, keys), own(v, keys)
     out, lse = layer(own_q, own_k, own_v, return_lse=True, **run)

@@ -350,7 +350,6 @@ def odd_tensors(torch, x):
         "fp8 of AMD": (x.to(torch.float8_e4m3fnuz), "elements of type float8_e4m3fnuz"),
         "scales": (x.to(torch.float8_e8m0fnu), "elements of type float8_e8m0fnu"),
         "uint16": (x.to(torch.uint16), "elements of type uint16"),
-        "float64": (x.double(), "elements of type float64"),
         "bytes": (x.to(torch.float8_e4m3fn).view(torch.uint8), "is uint8.*view.torch.float8_e4m3fn"),
     }
 

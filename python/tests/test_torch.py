@@ -54,7 +54,7 @@ def test_requires_grad_is_refused():
 
 
 @pytest.mark.parametrize("make, error, says", [
-    (lambda q: q.double(), longspan.InputError, "q has elements of type float64"),
+    (lambda q: q.double(), longspan.InputError, "k is float32; float64, as q"),
     (lambda q: q.to("meta"), (longspan.InputError, RuntimeError, BufferError), None),
     (lambda q: q.to_sparse(), (longspan.InputError, RuntimeError, BufferError), None),
     (lambda q: torch.nn.functional, TypeError, "q is of type"),

@@ -19,7 +19,8 @@ void check_vector(const Tensor& t, const char* name, std::int64_t extent, DType 
 }
 
 void check_float(const Tensor& t, const char* name) {
-  require(is_float(t.dtype), "{} is {}; a float type is wanted", name, longspan::name(t.dtype));
+  require(is_float(t.dtype), "{} is {}; fp32, fp16, bf16 or fp8 is wanted", name,
+          longspan::name(t.dtype));
 }
 
 /// A share of the positions of each sequence, by a rule and its table.

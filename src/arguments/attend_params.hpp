@@ -14,7 +14,8 @@ namespace longspan {
 template <class Given>
 void set_options(kernels::AttendParams& p, const Given& given) {
   p.mask = given.mask;
-  p.score = {given.score.scale_of(p.head_dim), given.score.softcap};
+  p.score = {given.score.scale_of(p.head_dim), static_cast<float>(given.score.softcap)};
+  p.wide_score = {given.score.wide_scale_of(p.head_dim), given.score.softcap};
   p.bias.alibi = given.score.alibi;
   p.tf32 = given.dtypes.tf32;
   p.fp8_products = given.dtypes.fp8_products;

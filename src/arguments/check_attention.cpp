@@ -54,8 +54,13 @@ CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int
                       const Options& options, Device device) {
   const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
                          options.dtypes.of_kv(), batch};
-  return table ? view_pages(k, v, table, shape, device, "k", "v")
-               : view_contiguous(k, v, shape, device);
+  const CacheView cache = table ? view_pages(k, v, table, shape, device, "k", "v")
+                                : view_contiguous(k, v, shape, device);
+  if (options.dtypes.compute == DType::fp64 && !(cache.k.dense() && cache.v.dense()))
+    throw Unsupported(
+        "pages of fp64 whose rows are in chunks (x-packed) are not supported: give pages [pages, "
+        "page, kv_heads, dim]");
+  return cache;
 }
 
 /// Checks new keys and values, and where they can go.
@@ -189,6 +194,14 @@ std::int64_t check_query_shard(const AttentionArgs& args, const RunArrays& array
   return rows;
 }
 
+/// Throws for factors of fp32 in products of fp64.
+void refuse_scales(const RunArrays& a) {
+  if (a.q_scale || a.k_scale || a.v_scale || a.out_scale != nullptr)
+    throw Unsupported(
+        "scales (q_scale, k_scale, v_scale, out_scale) of fp64 tensors are not supported: they are "
+        "for tensors of fp8; multiply before the call");
+}
+
 /// Checks that out and lse have the heads and rows of the result that the rank gets.
 void check_result_tensors(const AttentionArgs& args, const Options& options,
                           const Communicator& world) {
@@ -203,7 +216,8 @@ void check_result_tensors(const AttentionArgs& args, const Options& options,
   require(rows <= options.limits.max_tokens,
           "{} has {} rows; the layer was made for at most {} (max_tokens)", by_rows ? "out" : "q",
           rows, options.limits.max_tokens);
-  if (args.lse) check_batch_lse(args.lse, "lse", rows, heads, world.device());
+  if (args.lse)
+    check_batch_lse(args.lse, "lse", rows, heads, world.device(), options.dtypes.of_lse());
   if (!by_rows) return check_apart({&args.q, &args.out}, {&args.lse});
   require(rows <= count_rows(args.q), "out has {} rows of results by rows; q has {}", rows,
           count_rows(args.q));
@@ -320,7 +334,8 @@ void check_one_call(const AttentionArgs& args) {
           shape_text(q), shape_text(k), heads, kv_heads);
   for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
                                 std::pair{&args.out, "out"}})
-    require(is_float(t->dtype), "{} has a type of number {}, which is not a float type", name,
+    require(is_float(t->dtype) || t->dtype == DType::fp64,
+            "{} has a type of number {}, which is not a float type", name,
             static_cast<int>(t->dtype));
   require(rows >= 0 && rows <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
           shape_text(q), rows);
@@ -369,6 +384,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   check_quantised(dtypes.of_kv(), "k", dtypes.compute, bool{args.k_scale}, "k_scale");
   check_quantised(dtypes.of_kv(), "v", dtypes.compute, bool{arrays.v_scale}, "v_scale");
   check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
+  if (dtypes.compute == DType::fp64) refuse_scales(arrays);
   check_features(args, options);
   const std::int64_t rows =
       options.queries ? check_query_shard(args, arrays, options, world) : own_rows;

@@ -11,6 +11,9 @@ namespace {
 
 /// Throws InputError unless a gradient is fp32 or of the type of its tensor.
 void check_type(const Tensor& gradient, const char* name, DType of_tensor, const char* tensor) {
+  if (of_tensor == DType::fp64)
+    return require(gradient.dtype == of_tensor, "{} is {}; the gradient of {} is fp64, as it is",
+                   name, longspan::name(gradient.dtype), tensor);
   require(gradient.dtype == fp32 || gradient.dtype == of_tensor,
           "{} is {}; the gradient of {} is {} or fp32", name, longspan::name(gradient.dtype),
           tensor, longspan::name(of_tensor));
@@ -78,10 +81,16 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   const Checked checked = check_attention(run, options, world);
 
   const std::int64_t rows = count_rows(run.q);
-  check_product_dtype(args.dout.dtype, "dout");
+  const DType compute = options.dtypes.compute;
+  if (compute == DType::fp64)
+    require(args.dout.dtype == compute, "dout is {}; the gradient of an out of fp64 is fp64",
+            name(args.dout.dtype));
+  else
+    check_product_dtype(args.dout.dtype, "dout");
   check_batch_rows(args.dout, "dout", rows, options.heads, options.of_values(), args.dout.dtype,
                    device);
-  if (args.dlse) check_batch_lse(args.dlse, "dlse", rows, options.heads, device);
+  if (args.dlse)
+    check_batch_lse(args.dlse, "dlse", rows, options.heads, device, options.dtypes.of_lse());
   check_type(args.dq, "dq", run.q.dtype, "q");
   check_batch_rows(args.dq, "dq", rows, options.heads, options.head_dim, args.dq.dtype, device);
   check_written(args.dq, "dq");
@@ -89,6 +98,8 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   check_key_gradient(args.dk, "dk", run.k, "k", device);
   check_key_gradient(args.dv, "dv", run.v, "v", device);
 
+  if (args.dsinks && compute == DType::fp64)
+    throw Unsupported("gradients of sinks (dsinks) with products of fp64 are not supported");
   if (args.dsinks) check_sink_gradient(args, options.heads, device);
 
   const auto written = {std::pair{&args.dq, "dq"}, std::pair{&args.dk, "dk"},

@@ -9,8 +9,8 @@ namespace longspan {
 
 void check_part(const PartSpec& part, Device device, std::int64_t scales) {
   const Tensor& t = part.tensor;
-  require(is_float(t.dtype), "{} has a type of number {}, which is not a float type", part.name,
-          static_cast<int>(t.dtype));
+  require(is_float(t.dtype), "{} is {}; fp32, fp16, bf16 or fp8 is wanted", part.name,
+          name(t.dtype));
   require(!storage_of(t.dtype).needs_scale || part.scale,
           "{} is {} and there is no {}; give it (1 where none is due)", part.name, name(t.dtype),
           part.scale_name);

@@ -99,7 +99,7 @@ void check_tensor(const Tensor& t, const char* name, DType dtype, Device device)
             "{} {} has stride {} in dimension {}; at most 2^56 is taken", name, shape_text(t),
             t.stride[d], d);
   }
-  require(t.dtype <= DType::uint8, "{} has a type of number {}, which does not exist", name,
+  require(t.dtype <= DType::fp64, "{} has a type of number {}, which does not exist", name,
           static_cast<int>(t.dtype));
   check_extent(t, name);
   require(t.data != nullptr || (t.dims > 0 && t.size() == 0), "{} {} has no data", name,
@@ -254,24 +254,25 @@ void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std:
 }
 
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
-               Device device) {
-  check_tensor(t, name, DType::fp32, device);
+               Device device, DType dtype) {
+  check_tensor(t, name, dtype, device);
   require(t.dims == 2 && t.shape[0] == rows && t.shape[1] == heads,
           "{} is {} (tokens, heads); [{}, {}] is wanted", name, shape_text(t), rows, heads);
 }
 
 void check_batch_lse(const Lse& lse, const char* name, std::int64_t rows, std::int64_t heads,
-                     Device device) {
+                     Device device, DType dtype) {
   const Tensor& t = lse.tensor;
-  if (t.dims != 3) return check_lse(t, name, rows, heads, device);
-  check_tensor(t, name, DType::fp32, device);
+  if (t.dims != 3) return check_lse(t, name, rows, heads, device, dtype);
+  check_tensor(t, name, dtype, device);
   require(count_rows(t, 2) == rows && t.shape[2] == heads,
           "{} is {} (batch, tokens, heads); {} rows of {} heads are wanted", name, shape_text(t),
           rows, heads);
 }
 
 void check_product_dtype(DType dtype, const char* name) {
-  require(!is_fp8(dtype), "{} is {}; fp32, fp16 or bf16 is wanted", name, longspan::name(dtype));
+  require(is_float(dtype) && !is_fp8(dtype), "{} is {}; fp32, fp16 or bf16 is wanted", name,
+          longspan::name(dtype));
 }
 
 void check_quantised(DType found, const char* name, DType dtype, bool has_scale,

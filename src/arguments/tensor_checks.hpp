@@ -107,12 +107,12 @@ void check_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64
 void check_batch_rows(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
                       std::int64_t dim, DType dtype, Device device);
 
-/// Checks [rows, heads] of fp32.
+/// Checks [rows, heads].
 void check_lse(const Tensor& t, const char* name, std::int64_t rows, std::int64_t heads,
-               Device device);
+               Device device, DType dtype = DType::fp32);
 /// The same for a result of batch_rows.
 void check_batch_lse(const Lse& lse, const char* name, std::int64_t rows, std::int64_t heads,
-                     Device device);
+                     Device device, DType dtype = DType::fp32);
 
 /// Checks that the type is fp32, fp16 or bf16.
 void check_product_dtype(DType dtype, const char* name);

@@ -70,6 +70,20 @@ void check_fp8_products(const Options& o) {
         "fp8_products with softcap {} is not supported; leave one of them off", o.score.softcap));
 }
 
+/// Throws for options that have no fp64 arithmetic.
+void check_fp64(const Options& o) {
+  for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
+    usage(
+        dtype == DType::fp64,
+        fmt::format("dtypes.compute is fp64, and one of dtypes.query, dtypes.kv and dtypes.out is "
+                    "{}: all of them are fp64",
+                    name(dtype)));
+  if (o.rope.dim > 0)
+    throw Unsupported(
+        "RoPE (rope.dim) of fp64 is not supported: its angles are of fp32; rotate q and k before "
+        "the call");
+}
+
 void check_gradient_options(const Options& o) {
   for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
     if (is_fp8(dtype))
@@ -106,7 +120,7 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
     refuse(fmt::format("scale is {}; it is a finite number, or not given: 1 / sqrt(head_dim)",
                        *score.scale));
   visit_score_options(score, [&]<class T>(const OptionInfo& option, const T& number) {
-    if constexpr (std::is_same_v<T, float>) {
+    if constexpr (std::is_same_v<T, double>) {
       if (number < 0) refuse(fmt::format("{} {} is negative; 0 means none", option.name, number));
       if (!std::isfinite(number))
         refuse(fmt::format("{} is {}; it is a finite number, 0 for none", option.name, number));
@@ -117,35 +131,35 @@ void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const s
                        fmt::join(choice_names<Alibi>(), ", ")));
   // Kernels multiply by these. If a product leaves the normal numbers, a score is NaN or has lost
   // its digits. A scale of 0 is valid: all scores are alike.
-  const float scale = score.scale_of(head_dim);
-  if (scale != 0 && !std::isnormal(scale * kLog2E))
+  const float scale = score.scale_of(head_dim), softcap = static_cast<float>(score.softcap);
+  if (score.wide_scale_of(head_dim) != 0 && !std::isnormal(scale * kLog2E))
     refuse(
         fmt::format("scale is {}; times log2(e) it is {}, which is not a normal fp32 number: it "
                     "is 0, or between 1e-38 and 2.3e38 in size",
                     scale, scale * kLog2E));
   if (score.softcap == 0) return;
-  if (!std::isnormal(1 / score.softcap) || !std::isnormal(score.softcap * kLog2E))
+  if (!std::isnormal(1 / softcap) || !std::isnormal(softcap * kLog2E))
     refuse(
         fmt::format("softcap is {}; 1 / softcap and softcap log2(e) are {} and {}, of which "
                     "each must be a normal number of fp32: it is between 1e-38 and 8e37, or 0 "
                     "for none",
-                    score.softcap, 1 / score.softcap, score.softcap * kLog2E));
-  if (scale != 0 && !std::isnormal(scale / score.softcap))
+                    softcap, 1 / softcap, softcap * kLog2E));
+  if (scale != 0 && !std::isnormal(scale / softcap))
     refuse(
         fmt::format("softcap is {} with a scale of {}; scale / softcap is {}, which is no "
                     "normal number of fp32: give a softcap nearer to the scores, or 0 for none",
-                    score.softcap, scale, scale / score.softcap));
+                    softcap, scale, scale / softcap));
 }
 
 void check_score_factors(const ScoreOptions& score, int head_dim, const RunArrays& arrays,
                          int heads, int kv_heads) {
-  const float scale = score.scale_of(head_dim);
+  const float scale = score.scale_of(head_dim), softcap = static_cast<float>(score.softcap);
   const ScaleView &of_q = arrays.q_scale, &of_k = arrays.k_scale;
   const int heads_apart = of_q || of_k ? std::max(of_q.count(kv_heads), of_k.count(kv_heads)) : 0;
   for (int b = 0; b < std::max(of_q.sequences(arrays.batch), of_k.sequences(arrays.batch)); ++b)
     for (int h = 0; h < heads_apart; ++h) {
       const float product = scale * of_q.of(b, h) * of_k.of(b, h);
-      const float factor = score.softcap == 0 ? product * kLog2E : product / score.softcap;
+      const float factor = softcap == 0 ? product * kLog2E : product / softcap;
       require(
           std::isfinite(product) && std::isfinite(factor),
           "q_scale[{}] {} and k_scale[{}] {} make {} of the scores' scale {}, which leaves fp32: "
@@ -206,10 +220,12 @@ void check_values(const Options& o, int ranks) {
   const auto refuse = [](const std::string& what) { throw UsageError(what); };
   check_mask(o.mask, refuse);
   check_score(o.score, o.head_dim, refuse);
-  usage(is_float(o.dtypes.compute) && !is_fp8(o.dtypes.compute),
-        fmt::format("dtypes.compute {}: products are of fp32, fp16 or bf16; fp8 is given as "
+  const DType compute = o.dtypes.compute;
+  usage((is_float(compute) && !is_fp8(compute)) || compute == DType::fp64,
+        fmt::format("dtypes.compute {}: products are of fp64, fp32, fp16 or bf16; fp8 is given as "
                     "dtypes.query, dtypes.kv or dtypes.out",
-                    name(o.dtypes.compute)));
+                    name(compute)));
+  if (compute == DType::fp64) check_fp64(o);
   for (const auto& [given, what] :
        {std::pair{o.dtypes.query, "dtypes.query"}, std::pair{o.dtypes.kv, "dtypes.kv"},
         std::pair{o.dtypes.out, "dtypes.out"}})
@@ -269,8 +285,9 @@ std::string text_of(Alibi alibi) { return name(alibi); }
 std::string text_of(Alignment alignment) { return name(alignment); }
 std::string text_of(Exchange exchange) { return name(exchange); }
 std::string text_of(float number) { return fmt::format("{}", number); }
+std::string text_of(double number) { return fmt::format("{}", number); }
 /// The scale of the scores is the only one that may be left out.
-std::string text_of(const std::optional<float>& scale) {
+std::string text_of(const std::optional<double>& scale) {
   return scale ? text_of(*scale) : "1/sqrt(head_dim)";
 }
 /// Others have their defaults.

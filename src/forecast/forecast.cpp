@@ -129,6 +129,7 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
   if (!entry.takes_tables &&
       (is_by_table(options.keys) || (options.queries && is_by_table(*options.queries))))
     return "of keys or queries that are dealt by a table it does not take every run";
+  if (options.dtypes.compute == DType::fp64) return "";  // its keys always fold by position
   const bool in_order = options.invariant || (device == Device::host && !options.gradients);
   if (in_order && !entry.keeps_order(options, ranks))
     return "it does not fold in the order of gather-states, whose bits hold for every batch";
@@ -156,6 +157,12 @@ std::string refuse_gradients(const StrategyEntry& entry, const Options& options,
   return "";
 }
 
+/// Why a strategy cannot compute in fp64, if the options ask for it; empty if it can.
+std::string refuse_fp64(const StrategyEntry& entry, const Options& options) {
+  if (options.dtypes.compute != DType::fp64 || entry.takes_fp64) return "";
+  return "it exchanges states, which are fp32; gather-kv computes in fp64";
+}
+
 }  // namespace
 
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
@@ -168,6 +175,7 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     Forecast& f = all.emplace_back();
     f.strategy = &info;
     f.refusal = refuse_gradients(entry, options, ranks);
+    if (f.refusal.empty()) f.refusal = refuse_fp64(entry, options);
     if (f.refusal.empty()) f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);

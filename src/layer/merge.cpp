@@ -39,7 +39,8 @@ void check_options(const MergeOptions& o, LogBase base, int ranks) {
         fmt::format("max_tokens {} is not in 0 to 2^31 - 1", o.max_tokens));
   for (const auto& [dtype, what] :
        {std::pair{o.dtype, "dtype"}, std::pair{o.of_out(), "out_dtype"}})
-    usage(is_float(dtype), fmt::format("{} is {}, which is not a float type", what, name(dtype)));
+    usage(is_float(dtype),
+          fmt::format("{} is {}; fp32, fp16, bf16 or fp8 is wanted", what, name(dtype)));
   usage(base == LogBase::e || base == LogBase::two,
         fmt::format("base of number {} is not one of e, two", static_cast<int>(base)));
   usage(!o.scatter_heads || o.heads % ranks == 0,

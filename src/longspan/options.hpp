@@ -18,7 +18,7 @@ namespace longspan {
 
 /// Element types, and how products may be rounded.
 struct DTypes {
-  DType compute = DType::bf16;      ///< of the products: fp32, fp16 or bf16
+  DType compute = DType::bf16;      ///< of the products: fp32, fp16 or bf16; on CPUs also fp64
   std::optional<DType> query = {};  ///< of q; default compute, or fp8
   std::optional<DType> kv = {};     ///< of k and v; default compute, or fp8
   std::optional<DType> out = {};    ///< of out; default compute, or fp8 with an out_scale
@@ -38,19 +38,26 @@ struct DTypes {
   /// The type of out, its default resolved.
   DType of_out() const { return out.value_or(compute); }
 
+  /// The type of lse: fp32, and fp64 with products of fp64.
+  DType of_lse() const { return compute == DType::fp64 ? DType::fp64 : DType::fp32; }
+
   /// Whether all members are equal.
   bool operator==(const DTypes&) const = default;
 };
 
 /// How a score is made from a product of query and key (score.hpp has the formula).
 struct ScoreOptions {
-  std::optional<float> scale = {};  ///< default 1 / sqrt(head_dim)
-  float softcap = 0.0f;             ///< 0: off
-  Alibi alibi = Alibi::context;     ///< the distance that ALiBi slopes multiply
+  std::optional<double> scale = {};  ///< default 1 / sqrt(head_dim)
+  double softcap = 0.0;              ///< 0: off
+  Alibi alibi = Alibi::context;      ///< the distance that ALiBi slopes multiply
 
   /// The scale for heads of that size, its default resolved.
   float scale_of(int head_dim) const {
-    return scale.value_or(1.0f / std::sqrt(static_cast<float>(head_dim)));
+    return scale ? static_cast<float>(*scale) : 1.0f / std::sqrt(static_cast<float>(head_dim));
+  }
+  /// The same in fp64.
+  double wide_scale_of(int head_dim) const {
+    return scale.value_or(1.0 / std::sqrt(static_cast<double>(head_dim)));
   }
 
   /// Whether all members are equal.

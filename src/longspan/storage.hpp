@@ -39,10 +39,10 @@ struct StorageFormat {
 /// The table of storage formats, by the type of an element. In kernels a switch takes more
 /// instructions than conditions.
 LONGSPAN_HD constexpr StorageFormat storage_of(DType dtype) {
-  const int bits = dtype == DType::fp32 || dtype == DType::int32  ? 32
-                   : dtype == DType::fp16 || dtype == DType::bf16 ? 16
-                   : dtype == DType::int64                        ? 64
-                                                                  : 8;
+  const int bits = dtype == DType::fp32 || dtype == DType::int32   ? 32
+                   : dtype == DType::fp16 || dtype == DType::bf16  ? 16
+                   : dtype == DType::int64 || dtype == DType::fp64 ? 64
+                                                                   : 8;
   return {.bits = bits, .needs_scale = is_fp8(dtype)};
 }
 

@@ -19,13 +19,15 @@ namespace longspan {
 
 /// The C++ types that determine a DType. A flag of one byte is uint8.
 template <class T>
-concept Element = std::same_as<T, float> || std::same_as<T, std::int32_t> ||
+concept Element =
+    std::same_as<T, float> || std::same_as<T, double> || std::same_as<T, std::int32_t> ||
     std::same_as<T, std::int64_t> || std::same_as<T, std::uint8_t> || std::same_as<T, bool>;
 
 /// The DType of a C++ type.
 template <Element T>
 constexpr DType dtype_of() {
   if constexpr (std::same_as<T, float>) return DType::fp32;
+  if constexpr (std::same_as<T, double>) return DType::fp64;
   if constexpr (std::same_as<T, std::int32_t>) return DType::int32;
   if constexpr (std::same_as<T, std::int64_t>) return DType::int64;
   return DType::uint8;

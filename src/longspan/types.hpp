@@ -18,8 +18,9 @@
 /// The whole public interface. Tensors and communicators are values; errors are thrown (error.hpp).
 namespace longspan {
 
-/// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage; the fp8 types are
-/// storage only. The integers are for lengths, starts, positions, block tables and flags.
+/// Element type of a tensor. Arithmetic is fp32 inside, whatever the storage, except that fp64 is
+/// computed in fp64; the fp8 types are storage only. The integers are for lengths, starts,
+/// positions, block tables and flags.
 enum class DType : std::uint8_t {
   fp32,   ///< IEEE single precision
   fp16,   ///< IEEE half precision
@@ -29,8 +30,10 @@ enum class DType : std::uint8_t {
   int32,  ///< lengths, starts and block tables
   int64,  ///< positions and slots
   uint8,  ///< flags, 0 or 1
+  fp64,   ///< IEEE double precision; layers on CPUs take it
 };
 
+inline constexpr DType fp64 = DType::fp64;  ///< short for DType::fp64
 inline constexpr DType fp32 = DType::fp32;  ///< short for DType::fp32
 inline constexpr DType fp16 = DType::fp16;  ///< short for DType::fp16
 inline constexpr DType bf16 = DType::bf16;  ///< short for DType::bf16
@@ -41,14 +44,14 @@ inline constexpr DType e5m2 = DType::e5m2;  ///< short for DType::e5m2
 LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }
-/// Whether the type is a float of any width, fp8 included.
+/// Whether the type is a float of at most 32 bits, fp8 included.
 constexpr bool is_float(DType dtype) { return dtype <= DType::e5m2; }
 
 /// "bf16", and so on; "no type" for an invalid number.
 constexpr const char* name(DType dtype) {
-  constexpr const char* names[] = {"fp32", "fp16",  "bf16",  "e4m3",
-                                   "e5m2", "int32", "int64", "uint8"};
-  return dtype <= DType::uint8 ? names[static_cast<int>(dtype)] : "no type";
+  constexpr const char* names[] = {"fp32",  "fp16",  "bf16",  "e4m3", "e5m2",
+                                   "int32", "int64", "uint8", "fp64"};
+  return dtype <= DType::fp64 ? names[static_cast<int>(dtype)] : "no type";
 }
 
 /// Where memory lives and kernels run.

@@ -166,7 +166,8 @@ void check_options(const ReshardOptions& o, int ranks) {
         fmt::format("head_dim {} is not in 1 to {}", o.head_dim, kMostDim));
   usage(o.of_values() >= 0 && o.of_values() <= kMostDim,
         fmt::format("value_dim {} is not in 0 to {}", o.of_values(), kMostDim));
-  usage(is_float(o.dtype), fmt::format("dtype is {}, which is not a float type", name(o.dtype)));
+  usage(is_float(o.dtype) || o.dtype == DType::fp64,
+        fmt::format("dtype is {}; fp64, fp32, fp16, bf16 or fp8 is wanted", name(o.dtype)));
   usage(o.lengths.size() <= static_cast<std::size_t>(kMostCount),
         fmt::format("there are {} lengths; 0 to 2^31 - 1 are possible", o.lengths.size()));
   double keys = 0;

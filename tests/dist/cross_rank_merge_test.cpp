@@ -600,8 +600,9 @@ TEST(CrossRankMergeRefusals, OptionsThatMakeNoSense) {
   refused({.heads = 0}, LogBase::e, "heads 0 is below 1");
   refused({.value_dim = 0}, LogBase::e, "value_dim 0 is below 1");
   refused({.max_tokens = -1}, LogBase::e, "max_tokens -1 is not in 0");
-  refused({.dtype = DType::int32}, LogBase::e, "dtype is int32, which is not a float type");
-  refused({.out_dtype = DType::uint8}, LogBase::e, "out_dtype is uint8, which is not a float type");
+  refused({.dtype = DType::int32}, LogBase::e, "dtype is int32; fp32, fp16, bf16 or fp8 is wanted");
+  refused({.out_dtype = DType::uint8}, LogBase::e,
+          "out_dtype is uint8; fp32, fp16, bf16 or fp8 is wanted");
   refused({.threads = -1}, LogBase::e, "threads -1 is not in 0 to 4096");
   refused({}, static_cast<LogBase>(7), "base of number 7");
   refused({.heads = 1 << 20, .value_dim = 512, .max_tokens = 1 << 30}, LogBase::e,

@@ -150,7 +150,7 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
     return_lse, out = options.pop("return_lse"), options.pop("out")
     if out is None:
         out = _results(q, v, False)
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32) if return_lse else None
+    lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q)) if return_lse else None
     documents = options.get("documents")
     if documents is not None and documents.dim() == 1 and batch > 1:
         raise InputError(f"documents is {list(documents.shape)}; the batch has {batch} sequences: [batch, count + 1] "
@@ -218,11 +218,15 @@ def _value_dim(k: Tensor, v: Tensor):
     return v.shape[2] if k.dim() == 5 else v.shape[-1]
 
 
+def _lse_dtype(q: Tensor):
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
 def _results(q: Tensor, v: Tensor, with_lse: bool, k: Tensor | None = None):
     out = q.new_empty([*q.shape[:-1], _value_dim(v if k is None else k, v)], dtype=_out_dtype(q))
     if not with_lse:
         return out
-    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
 
 
 def _check_fakes(**tensors):

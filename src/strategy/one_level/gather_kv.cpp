@@ -291,6 +291,7 @@ StrategyEntry gather_kv() {
           .keeps_order = folds_as_one_rank,
           .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
+          .takes_fp64 = true,
           .balanced =
               [](const Options& options) {
                 return options.queries ? Balanced::by_queries : Balanced::evenly;

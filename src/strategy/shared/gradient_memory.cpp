@@ -31,37 +31,43 @@ GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& 
       scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(largest))) {}
 
 double GradientMemory::row_sum_bytes(const Options& options, double rows) {
-  return rows * options.heads * 4.0 * GradientSums::padded(options.head_dim);
+  return rows * options.heads * GradientSums::element_bytes(options.dtypes.compute) *
+         GradientSums::padded(options.head_dim);
 }
 
 double GradientMemory::key_sum_bytes(const Options& options, double keys) {
-  return keys * options.kv_heads * 4.0 *
+  return keys * options.kv_heads * GradientSums::element_bytes(options.dtypes.compute) *
          (GradientSums::padded(options.head_dim) + GradientSums::padded(options.of_values()));
 }
 
 double GradientMemory::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients) return 0;
   const double rows = options.queries ? size.most_tokens : size.tokens;
-  const double terms = rows * options.heads * sizeof(kernels::RowTerm);
+  const auto term = static_cast<double>(kernels::row_term_bytes(options.dtypes.compute, 1));
+  const double terms = rows * options.heads * term;
   return terms + row_sum_bytes(options, rows) +
          key_sum_bytes(options, most_keys_of_a_rank(options.keys, size.keys, ranks));
 }
 
 std::int64_t GradientMemory::row_sum_bytes(std::int64_t rows) const {
-  return GradientSums::bytes(rows * group(), layer_.bounds.kv_heads, layer_.bounds.head_dim);
+  const kernels::AttendParams& p = layer_.bounds;
+  return GradientSums::bytes(rows * group(), p.kv_heads, p.head_dim, p.dtype);
 }
 
 std::int64_t GradientMemory::k_bytes(std::int64_t rows) const {
-  return GradientSums::bytes(rows, layer_.bounds.kv_heads, layer_.bounds.head_dim);
+  const kernels::AttendParams& p = layer_.bounds;
+  return GradientSums::bytes(rows, p.kv_heads, p.head_dim, p.dtype);
 }
 
 std::int64_t GradientMemory::key_sum_bytes(std::int64_t rows) const {
-  return k_bytes(rows) + GradientSums::bytes(rows, layer_.bounds.kv_heads, layer_.bounds.value_dim);
+  const kernels::AttendParams& p = layer_.bounds;
+  return k_bytes(rows) + GradientSums::bytes(rows, p.kv_heads, p.value_dim, p.dtype);
 }
 
 void GradientMemory::lay_out(Parts& memory, std::int64_t dq_bytes) {
   const kernels::AttendParams& bounds = layer_.bounds;
-  terms_ = memory.take_array<kernels::RowTerm>(at(bounds.tokens * bounds.heads));
+  terms_ = reinterpret_cast<kernels::RowTerm*>(
+      memory.take(at(kernels::row_term_bytes(bounds.dtype, bounds.tokens * bounds.heads))));
   dq_ = memory.take(at(std::max(dq_bytes, row_sum_bytes(bounds.tokens))));
   own_keys_ = memory.take(at(key_sum_bytes(keys_.block_rows())));
   key_starts_ = memory.take_array<std::int64_t>(at(bounds.batch.size));
@@ -123,6 +129,9 @@ kernels::GradientSums GradientMemory::row_sums(std::byte* memory, std::int64_t r
 }
 
 void GradientMemory::add(void* to, const void* from, std::int64_t bytes, Stream stream) const {
+  if (layer_.bounds.dtype == DType::fp64)
+    return layer_.kernels.add_sums(static_cast<double*>(to), static_cast<const double*>(from),
+                                   bytes / 8, stream);
   layer_.kernels.add_sums(static_cast<float*>(to), static_cast<const float*>(from), bytes / 4,
                           stream);
 }
@@ -171,7 +180,8 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
           static_cast<std::byte*>(to->data) + storage_of(to->dtype).bytes(offset), row_stride,
           to->stride[apart ? 2 : 1]);
       kernels::GradientSums part = sums;
-      part.data = sums.at(0, first);
+      part.data = to->dtype == DType::fp64 ? reinterpret_cast<float*>(sums.wide_at(0, first))
+                                           : sums.at(0, first);
       put(part, count, *to, places, 1);
     }
     first += count;

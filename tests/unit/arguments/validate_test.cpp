@@ -54,7 +54,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
     expect_refused<UsageError>(text, [&] { check_options(o); });
   };
   check_options(options());
-  refuse("dtypes.compute e4m3: products are of fp32, fp16 or bf16",
+  refuse("dtypes.compute e4m3: products are of fp64, fp32, fp16 or bf16",
          [](Options& o) { o.dtypes.compute = e4m3; });
   refuse("dtypes.compute int32: products are of",
          [](Options& o) { o.dtypes.compute = DType::int32; });
@@ -774,10 +774,10 @@ TEST(Validate, SmallArraysThatDoNot) {
     for (const DType dtype : {fp32, fp16, DType::int32, DType::int64, DType::uint8}) {
       if (dtype == v.dtype || (v.any_float && is_float(dtype))) continue;
       refuse(name + " is " + longspan::name(dtype) + "; " +
-                 (v.any_float ? "a float type" : longspan::name(v.dtype)) + " is wanted",
+                 (v.any_float ? "fp32, fp16, bf16 or fp8" : longspan::name(v.dtype)) + " is wanted",
              [&](Tensor& t) { t.dtype = dtype; });
     }
-    refuse(name + (v.any_float ? " is no type; a float"
+    refuse(name + (v.any_float ? " is no type; fp32, fp16, bf16 or fp8"
                                : " has a type of number 200, which does not exist"),
            [](Tensor& t) { t.dtype = static_cast<DType>(200); });
     for (const std::int64_t extent : {v.extent + 1, v.extent - 1, std::int64_t{0}}) {
@@ -925,7 +925,7 @@ TEST(Validate, FeaturesOfARun) {
              [&](AttentionArgs& r, Paged& p) { bias(r, p, 3, 3), r.qq_bias.stride[1] = 3; });
   refuse_run("qq_bias has width 3 and a row stride of 1099511627777; at most 2^40",
              [&](AttentionArgs& r, Paged& p) { bias(r, p, 3, (std::int64_t{1} << 40) + 1); });
-  refuse_run("qq_bias is int32; a float type is wanted",
+  refuse_run("qq_bias is int32; fp32, fp16, bf16 or fp8 is wanted",
              [&](AttentionArgs& r, Paged& p) { bias(r, p, 3, 3), r.qq_bias.dtype = DType::int32; });
   refuse_run("qq_bias is on the cuda", [&](AttentionArgs& r, Paged& p) {
     bias(r, p, 3, 3), r.qq_bias.device = Device::cuda;
@@ -943,7 +943,7 @@ TEST(Validate, FeaturesOfARun) {
              [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, 3); });
   refuse_run("slopes has strides 5 and 1; it must be dense",
              [&](AttentionArgs& r, Paged& p) { slopes(r, p, 2, kHeads), r.slopes.stride[0] = 5; });
-  refuse_run("slopes is int32; a float type is wanted", [&](AttentionArgs& r, Paged& p) {
+  refuse_run("slopes is int32; fp32, fp16, bf16 or fp8 is wanted", [&](AttentionArgs& r, Paged& p) {
     slopes(r, p, 2, kHeads), r.slopes.dtype = DType::int32;
   });
   refuse_run("slopes[7] is inf; an ALiBi slope is a finite number",

@@ -747,7 +747,7 @@ TEST_F(AttendStateTest, FinishAndExportRefuseByName) {
           {"out is [4, 4]", [](Call& c) { c.f.out.dims = 2; }},
           {"out [4, 4, 32] has no data", [](Call& c) { c.f.out.data = nullptr; }},
           {"out is e4m3 and there is no out_scale", [](Call& c) { c.f.out.dtype = e4m3; }},
-          {"out has a type of number 6, which is not a float type",
+          {"out is int64; fp32, fp16, bf16 or fp8 is wanted",
            [](Call& c) { c.f.out.dtype = DType::int64; }},
           {"is written, and its elements overlap", [](Call& c) { c.f.out.stride[0] = 0; }},
           {"state has 2176 bytes; the states of [5, 4] rows",

@@ -146,7 +146,7 @@ std::vector<Change<Args>> paged_refusals() {
        [](Args& a, ServingCalls& p) {
          a.attention.qq_bias = Tensor(p.qq.data(), {2, 2});
        }},
-      {"qq_bias is uint8; a float type is wanted",
+      {"qq_bias is uint8; fp32, fp16, bf16 or fp8 is wanted",
        [](Args& a, ServingCalls& p) {
          a.attention.qq_bias = Tensor(p.qq.data(), DType::uint8, {3, 3});
        }},
@@ -183,7 +183,7 @@ std::vector<Change<Args>> paged_refusals() {
        [](Args& a, ServingCalls& p) { a.attention.causal = Tensor(p.kv_len.data(), {kBatch}); }},
       {"sinks is [3]; [4] is wanted",
        [](Args& a, ServingCalls& p) { a.attention.sinks = Tensor(p.sinks.data(), {3}); }},
-      {"sinks is int32; a float type is wanted",
+      {"sinks is int32; fp32, fp16, bf16 or fp8 is wanted",
        [](Args& a, ServingCalls& p) {
          a.attention.sinks = Tensor(p.sinks.data(), DType::int32, {4});
        }},
@@ -321,7 +321,7 @@ TEST(KernelsRefusals, ReduceSegmentsRefusesByName) {
       {
           {"out is e5m2 and there is no out_scale",
            [](A& a, ServingCalls&) { a.out.dtype = e5m2; }},
-          {"out has a type of number 5, which is not a float type",
+          {"out is int32; fp32, fp16, bf16 or fp8 is wanted",
            [](A& a, ServingCalls&) { a.out.dtype = DType::int32; }},
           {"kv_len is missing", [](A& a, ServingCalls&) { a.kv_len = {}; }},
           {"kv_len is [0]; [batch] of 1 to", [](A& a, ServingCalls&) { a.kv_len.shape[0] = 0; }},
@@ -421,9 +421,9 @@ TEST(KernelsRefusals, MergeRefusesByName) {
            [](A& a, ServingCalls&) { a.prefix_out.dtype = e4m3; }},
           {"suffix_out is e5m2 and there is no suffix_scale",
            [](A& a, ServingCalls&) { a.suffix_out.dtype = e5m2; }},
-          {"suffix_out has a type of number 9, which is not a float type",
+          {"suffix_out is no type; fp32, fp16, bf16 or fp8 is wanted",
            [](A& a, ServingCalls&) { a.suffix_out.dtype = static_cast<DType>(9); }},
-          {"prefix_out has a type of number 5, which is not a float type",
+          {"prefix_out is int32; fp32, fp16, bf16 or fp8 is wanted",
            [](A& a, ServingCalls&) { a.prefix_out.dtype = DType::int32; }},
           {"prefix_scale is [2]; [1] is wanted",
            [](A& a, ServingCalls& p) { a.prefix_scale = Tensor(p.kv_scales.data(), {2}); }},

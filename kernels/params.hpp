@@ -138,12 +138,12 @@ inline CheckParams checks_of(const AttendParams& p, std::int64_t slot_count) {
           .rope_positions = p.rope.positions};
 }
 
-/// Computes the index of sharded query rows in the whole q, or in the part of it that neighbouring
-/// ranks hold together; or of sharded keys in whole sequences. The i-th row of the batch on rank
+/// Computes the index of sharded query rows in the whole q, or of sharded keys in whole sequences,
+/// or in the part of them that neighbouring ranks hold together. The i-th row of the batch on rank
 /// first + p has index map[p * capacity + i], -1 past its last.
 struct MapParams {
   Shard shard;  // of the rows; rank is ignored
-  Batch batch;  // query_start of the whole q; or of_keys, kv_len and key_start of whole sequences
+  Batch batch;  // query_start of the whole q; or of_keys, kv_len and key_start of their parts
   int ranks = 1;
   std::int64_t capacity = 0;
   std::int64_t* map = nullptr;  // [ranks, capacity]
@@ -152,7 +152,7 @@ struct MapParams {
                                              // together
   const std::int32_t* part_start = nullptr;  // [batch + 1] starts of its sequences, if it is not
                                              // all
-  bool of_keys = false;                      // the rows are keys; then there is no `part`
+  bool of_keys = false;                      // the rows are keys
 
   /// The rows of sequence b on all ranks.
   LONGSPAN_HD std::int64_t rows_of(int b) const {
@@ -162,7 +162,7 @@ struct MapParams {
   LONGSPAN_HD std::int64_t row(const Shard& own, int b, std::int64_t i) const {
     const std::int64_t length = rows_of(b);
     const std::int64_t position = own.for_sequence(b).position(i, length);
-    if (of_keys) return batch.first_key(b) + position;
+    if (of_keys) return batch.first_key(b) + part.before(position, length);
     if (part.ranks == 1) return batch.first_row(b) + position;
     return (part_start != nullptr ? part_start[b] : 0) + part.before(position, length);
   }

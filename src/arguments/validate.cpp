@@ -88,6 +88,9 @@ void check_gradient_options(const Options& o) {
   for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
     if (is_fp8(dtype))
       throw Unsupported(fmt::format("gradients of {} tensors are not supported", name(dtype)));
+  if (o.queries && o.queries->layout == Layout::listed)
+    throw Unsupported(
+        "gradients of listed query rows are not supported; shard them by a rule or by ranges");
   usage(o.results.part == ResultPart::all,
         fmt::format("gradients of results by {} are not supported; shard the queries "
                     "(Options::queries)",

@@ -68,10 +68,15 @@ double backward_seconds(const Forecast& f, double flops, double far, const Optio
   const double products = (3.0 * o.head_dim + 2.0 * o.of_values()) / (o.head_dim + o.of_values());
   const double attend = cost.calls * machine.call_s +
                         f.balance * f.cost.work * products * flops / machine.flops_per_s;
-  const auto transfer = [&](double bytes) { return transfer_seconds(bytes, far * bytes, machine); };
-  const double hidden = std::min(transfer(cost.overlapped_bytes) * machine.overlap, attend);
+  // With two levels, only the exchange between nodes overlaps the attention.
+  const bool two_levels = cost.far_bytes >= 0;
+  const double overlapped = transfer_seconds(
+      cost.overlapped_bytes, (two_levels ? 1 : far) * cost.overlapped_bytes, machine);
+  const double hidden = std::min(overlapped * machine.overlap, attend);
   return attend + cost.messages * (far > 0 ? machine.node_latency_s : machine.latency_s) +
-         transfer(cost.received_bytes) - hidden + cost.copied_bytes / machine.copy_bytes_per_s;
+         transfer_seconds(cost.received_bytes,
+                          two_levels ? cost.far_bytes : far * cost.received_bytes, machine) -
+         hidden + cost.copied_bytes / machine.copy_bytes_per_s;
 }
 
 void predict(Forecast& f, Work& work, double flops, const Options& o, const Topology& topology,
@@ -146,9 +151,7 @@ RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, c
 
 /// Why a strategy cannot give the gradients that the options ask for; empty if it can.
 std::string refuse_gradients(const StrategyEntry& entry, const Options& options, int ranks) {
-  if (!options.gradients) return "";
-  if (entry.gradients == GradientsOf::none) return "it has no gradients (Options::gradients)";
-  if (ranks == 1) return "";
+  if (!options.gradients || ranks == 1) return "";
   if (!options.queries && entry.gradients == GradientsOf::sharded_queries)
     return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
            "gradients of keys would be counted once a rank";

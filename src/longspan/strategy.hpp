@@ -54,6 +54,8 @@ struct RunSize {
 /// RunCost::workspace_bytes.
 struct BackwardCost {
   double received_bytes = 0;    ///< from the other ranks
+  double far_bytes = -1;        ///< the part of them that comes from other nodes; below 0: equal
+                                ///< amounts from every other rank
   double overlapped_bytes = 0;  ///< the part of them that travels while the rank computes
   double messages = 0;          ///< transfers that wait for one another; each costs a latency
   double calls = 1;             ///< calls of the kernel, one after another

@@ -52,10 +52,6 @@ const StrategyEntry& entry_of(const StrategyInfo& info) {
   return registry().entries[static_cast<std::size_t>(&info - registry().infos.data())];
 }
 
-void Strategy::backward(Pass&, const GradientArgs&) {
-  throw Unsupported("the strategy of this layer has no gradients");
-}
-
 bool folds_as_one_rank(const Options& options, int ranks) {
   const Shard shard{options.keys.layout, 0, ranks, 0, options.keys.block};
   return shard.layout == Layout::contiguous && shard.keeps_order();

@@ -66,6 +66,11 @@ struct Run {
   }
 };
 
+/// The fp32 gradients of the rows and keys of a rank.
+struct Gradients {
+  kernels::GradientSums dq, dk, dv;
+};
+
 /// A strategy's view of a run: prepare() sets the location of travelling queries and of states, and
 /// queue() starts from there.
 struct Pass {
@@ -83,6 +88,11 @@ struct Pass {
   // Whether the rows of all ranks see this rank's keys, not only its own. Pages are then checked
   // for the needs of all of them.
   bool keys_travel = false;
+
+  // Of a backward that is a part of another strategy's: that strategy made the terms of rows
+  // [tokens, heads], and takes the gradients in fp32. Otherwise they are stored.
+  kernels::RowTerm* terms = nullptr;
+  Gradients* to = nullptr;
 
   /// Sends digests into memory that other GPUs write; the kernel that writes the result compares
   /// them there.
@@ -131,9 +141,8 @@ class Strategy {
   /// Queues the run. The result is written whole, on every rank.
   virtual void queue(Pass& pass) = 0;
 
-  /// Queues the backward of a run that prepare() was called for, if StrategyEntry::gradients has
-  /// it.
-  virtual void backward(Pass& pass, const GradientArgs& args);
+  /// Queues the backward of a run that prepare() was called for, with Options::gradients.
+  virtual void backward(Pass& pass, const GradientArgs& args) = 0;
 };
 
 /// Whether a table distributes positions, not only a rule.
@@ -143,7 +152,7 @@ constexpr bool is_by_table(Layout layout) {
 constexpr bool is_by_table(const Sharding& dealt) { return is_by_table(dealt.layout); }
 
 /// The queries whose gradients a strategy has on several ranks; on one rank there is no difference.
-enum class GradientsOf { none, sharded_queries, all_queries };
+enum class GradientsOf { sharded_queries, all_queries };
 
 /// What the ranks share, which determines how even their work is.
 enum class Balanced { by_keys, by_queries, evenly };

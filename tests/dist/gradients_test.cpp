@@ -11,6 +11,7 @@
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/dist/node_sizes.hpp"
 #include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/fresh_seed.hpp"
@@ -244,52 +245,87 @@ HostShape random_shape(std::mt19937& random) {
   return s;
 }
 
-/// A strategy, and how the rows are distributed.
+/// A strategy, how the rows are distributed, and for two levels the ranks of a node.
 struct Form {
   const char* strategy;
   bool replicated;
+  int per_node = 0;
+
+  std::string name() const {
+    std::string text = strategy;
+    if (replicated) text += ", replicated";
+    return per_node > 0 ? text + ", nodes of " + std::to_string(per_node) : text;
+  }
 };
 
-constexpr Form kForms[] = {{"ring-kv", false},       {"gather-kv", false},
-                           {"ring-q", false},        {"heads", false},
-                           {"gather-states", false}, {"scatter-states", false},
-                           {"gather-states", true},  {"scatter-states", true}};
+using Forms = std::vector<Form>;
 
-Form random_form(std::mt19937& random, const HostShape& shape, int ranks) {
-  const Form form = kForms[random() % std::size(kForms)];
-  if (form.strategy == std::string("heads") && shape.heads < ranks) return kForms[0];
+const Forms kForms = {{"ring-kv", false},      {"gather-kv", false},     {"ring-q", false},
+                      {"heads", false},        {"gather-states", false}, {"scatter-states", false},
+                      {"gather-states", true}, {"scatter-states", true}};
+
+/// The others: by heads with all rows on every rank, and two levels on every size of nodes.
+Forms other_forms(int ranks) {
+  Forms forms = {{"heads", true}};
+  for (const int n : node_sizes(ranks))
+    for (const Form& form :
+         {Form{"heads+ring-kv", false, n}, Form{"heads+gather-kv", false, n},
+          Form{"heads+ring-q", false, n}, Form{"heads+gather-states", false, n},
+          Form{"heads+scatter-states", false, n}, Form{"heads+gather-states", true, n},
+          Form{"heads+scatter-states", true, n}})
+      forms.push_back(form);
+  return forms;
+}
+
+Forms all_forms(int ranks) {
+  Forms forms = kForms;
+  for (const Form& form : other_forms(ranks)) forms.push_back(form);
+  return forms;
+}
+
+Form random_form(std::mt19937& random, const HostShape& shape, const Forms& forms, int ranks) {
+  const Form form = forms[random() % forms.size()];
+  const bool by_heads = std::string(form.strategy).starts_with("heads");
+  if (by_heads && shape.heads < (form.per_node > 0 ? form.per_node : ranks)) return kForms[0];
   return form;
 }
 
-TEST(Gradients, AgreeWithFloat64) {
+void agree_with_float64(const Forms& forms, int cases) {
   const Communicator world = test_world();
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
   std::mt19937 random(seed);
   constexpr Layout kLayouts[] = {Layout::contiguous, Layout::zigzag, Layout::striped,
                                  Layout::interleaved};
-  for (int i = 0; i < 40; ++i) {
+  for (int i = 0; i < cases; ++i) {
     const HostShape shape = random_shape(random);
     const Shard keys{kLayouts[random() % 4], world.rank(), world.size(), 0, 16};
-    const Form form = random_form(random, shape, world.size());
+    const Form form = random_form(random, shape, forms, world.size());
     const Shard queries = form.replicated
                               ? kReplicated
                               : Shard{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
-    const std::string strategy = form.strategy;
     HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
     whole.out_dtype = shape.dtype;
     if (random() % 3 == 0)
       for (int h = 0; h < shape.heads; ++h)
         whole.sinks.push_back(static_cast<float>(random() % 100) / 25 - 2);
     SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
-                 strategy + ", keys " + name(keys.layout) + ", rows " +
-                 (form.replicated ? "replicated" : name(queries.layout)) + ", " +
+                 form.name() + ", keys " + name(keys.layout) +
+                 (form.replicated ? "" : std::string(", rows ") + name(queries.layout)) + ", " +
                  name(shape.dtype));
     RankProblem rank(whole, keys, queries);
-    const GradientResult<float> found =
-        run_and_go_back(world, rank, RankProblem::options(whole, keys, queries, strategy));
+    Options options = RankProblem::options(whole, keys, queries, form.strategy);
+    options.ranks_per_node = form.per_node;
+    const GradientResult<float> found = run_and_go_back(world, rank, options);
     EXPECT_TRUE(is_close(found, rank.part_of(whole.plain<double>()),
                          GradientBounds(whole, rank.results_of_all(world))));
   }
+}
+
+TEST(Gradients, AgreeWithFloat64) { agree_with_float64(kForms, 40); }
+
+TEST(Gradients, OnTwoLevelsAgreeWithFloat64) {
+  const Forms forms = other_forms(test_world().size());
+  agree_with_float64(forms, forms.size() > 1 ? 60 : 10);
 }
 
 struct Small {
@@ -431,8 +467,8 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(told([&] { forward.backward(s.rank.gradient_args()); }),
               HasSubstr("Options::gradients"));
   Options wrong = s.options;
-  wrong.strategy = "heads+ring-kv";
-  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("no gradients"));
+  wrong.queries->layout = Layout::listed;
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("listed query rows"));
   wrong = s.options;
   wrong.limits.max_kv_len = 0;
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("max_kv_len"));
@@ -447,14 +483,15 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
   const Communicator world = test_world();
   constexpr std::int64_t kKeys = 2048;
   const std::int64_t own = kKeys / world.size();
-  for (const Form& form : kForms) {
-    SCOPED_TRACE(std::string(form.strategy) + (form.replicated ? ", replicated" : ""));
+  for (const Form& form : all_forms(world.size())) {
+    SCOPED_TRACE(form.name());
     Options o{.heads = 84, .kv_heads = 84, .head_dim = 32};  // the same on each rank, if by heads
     o.dtypes.compute = bf16;
     o.limits.max_tokens = form.replicated ? kKeys : own + 1;
     o.limits.max_kv_len = kKeys;
     if (!form.replicated) o.queries = Sharding{Layout::contiguous};
     o.strategy = form.strategy;
+    o.ranks_per_node = form.per_node;
     o.threads = 1;
     const RunSize size{
         .tokens = kKeys, .most_tokens = static_cast<double>(o.limits.max_tokens), .keys = kKeys};
@@ -475,8 +512,8 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
 TEST(Gradients, ReceiveTheBytesThatAreForecast) {
   const Communicator world = test_world();
   const std::int64_t keys = 128 * world.size();
-  for (const Form& form : kForms) {
-    SCOPED_TRACE(std::string(form.strategy) + (form.replicated ? ", replicated" : ""));
+  for (const Form& form : all_forms(world.size())) {
+    SCOPED_TRACE(form.name());
     const HostShape shape{.heads = 84,
                           .kv_heads = 84,
                           .dim = 8,
@@ -487,6 +524,7 @@ TEST(Gradients, ReceiveTheBytesThatAreForecast) {
     const Shard rows = form.replicated ? kReplicated : own;
     RankProblem rank(whole, own, rows);
     Options o = RankProblem::options(whole, own, rows, form.strategy);
+    o.ranks_per_node = form.per_node;
     o.limits.max_tokens = form.replicated ? keys : keys / world.size();
     Attention layer(world, o);
     layer.run(rank.run_args());
@@ -506,9 +544,15 @@ TEST(Gradients, ReceiveTheBytesThatAreForecast) {
 
 /// A rank that goes back while the others go on.
 TEST(Gradients, RanksThatDiffer) {
-  Small s;
-  if (s.world.size() == 1) GTEST_SKIP() << "one rank differs from nobody";
-  {
+  const int ranks = test_world().size();
+  if (ranks == 1) GTEST_SKIP() << "one rank differs from nobody";
+  Forms forms = {{"auto", false}};
+  for (const int n : node_sizes(ranks)) forms.push_back({"heads+ring-kv", false, n});
+  for (const Form& form : forms) {
+    SCOPED_TRACE(form.name());
+    Small s;  // with a communicator of its own, which ends
+    s.options.strategy = form.strategy;
+    s.options.ranks_per_node = form.per_node;
     Attention layer(s.world, s.options);
     layer.run(s.rank.run_args());
     const std::string found = told([&] {

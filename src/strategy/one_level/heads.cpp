@@ -134,7 +134,7 @@ StrategyEntry heads() {
                    "(P-1)/P^2 (T heads + S kv_heads) (head_dim + value_dim) b"},
           .preference = 6,
           .keeps_order = folds_as_one_rank,
-          .gradients = GradientsOf::sharded_queries,
+          .gradients = GradientsOf::all_queries,
           .takes_tables = false,
           .balanced = [](const Options&) { return Balanced::evenly; },
           .refusal = refusal,

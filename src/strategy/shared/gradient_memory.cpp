@@ -25,10 +25,11 @@ kernels::GradientParams bounds_of(const kernels::AttendParams& largest) {
 }  // namespace
 
 GradientMemory::GradientMemory(const LayerContext& layer, const TravellingKeys& keys,
-                               const kernels::AttendParams& largest)
+                               const kernels::AttendParams* largest)
     : layer_(layer),
       keys_(keys),
-      scratch_bytes_(layer.kernels.gradient_scratch(bounds_of(largest))) {}
+      scratch_bytes_(largest == nullptr ? 0 : layer.kernels.gradient_scratch(bounds_of(*largest))) {
+}
 
 double GradientMemory::row_sum_bytes(const Options& options, double rows) {
   return rows * options.heads * GradientSums::element_bytes(options.dtypes.compute) *
@@ -77,6 +78,8 @@ void GradientMemory::lay_out(Parts& memory, std::int64_t dq_bytes) {
 
 void GradientMemory::begin(const Pass& pass, const GradientArgs& args) const {
   const Run& run = pass.run;
+  keys_.find_starts(run, layer_.comm.rank(), {.start = key_starts_});
+  if (pass.terms != nullptr) return;
   kernels::RowTermParams p;
   p.out_dtype = args.run.out.dtype;
   p.dout_dtype = args.dout.dtype;
@@ -97,7 +100,6 @@ void GradientMemory::begin(const Pass& pass, const GradientArgs& args) const {
                                    .terms = terms_,
                                    .to = sink_part(layer_.comm.rank())},
                                   run.stream);
-  keys_.find_starts(run, layer_.comm.rank(), {.start = key_starts_});
 }
 
 kernels::GradientParams GradientMemory::params(const Pass& pass, const GradientArgs& args) const {
@@ -107,7 +109,7 @@ kernels::GradientParams GradientMemory::params(const Pass& pass, const GradientA
   p.scratch_bytes = scratch_bytes_;
   p.dout = token_rows_of(args.dout);
   p.dout_dtype = args.dout.dtype;
-  p.terms = terms_;
+  p.terms = terms(pass);
   p.dq = own_rows(p.tokens);
   return p;
 }
@@ -148,6 +150,17 @@ void GradientMemory::add_up_sinks(Stream stream) const {
   for (int p = 1; p < layer_.comm.size(); ++p) add(sinks_, sink_part(p), bytes, stream);
 }
 
+void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const {
+  if (pass.to == nullptr) {
+    store(pass.run, args, rows);
+    if (args.dsinks) store_sinks(pass.run, args);
+    return;
+  }
+  kernels::GradientParams own;
+  give_key_sums(own, own_keys(pass.run), nullptr);
+  *pass.to = {own_rows(rows), own.dk, own.dv};
+}
+
 void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_t rows) const {
   const auto put = [&](const kernels::GradientSums& sums, std::int64_t count, const Tensor& to,
                        const kernels::TokenRows& places, int heads_of_group) {
@@ -186,8 +199,10 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
     }
     first += count;
   }
+}
 
-  if (!args.dsinks) return;
+/// Parts of the gradients of sinks are gathered from all ranks if rows are sharded.
+void GradientMemory::store_sinks(const Run& run, const GradientArgs& args) const {
   const bool sharded = layer_.options.queries && layer_.comm.size() > 1;
   if (sharded) add_up_sinks(run.stream);
   kernels::StoreGradientParams store;

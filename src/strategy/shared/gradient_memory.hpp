@@ -20,10 +20,10 @@ class GradientMemory {
 
   /// `keys` outlives this.
   GradientMemory(const LayerContext& layer, const TravellingKeys& keys)
-      : GradientMemory(layer, keys, layer.bounds) {}
-  /// The same, with scratch for attentions up to `largest`.
+      : GradientMemory(layer, keys, &layer.bounds) {}
+  /// The same, with scratch for attentions up to `largest`; null: without attentions.
   GradientMemory(const LayerContext& layer, const TravellingKeys& keys,
-                 const kernels::AttendParams& largest);
+                 const kernels::AttendParams* largest);
 
   /// The bytes of its memory for runs of that size, without the scratch of its kernels.
   static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
@@ -44,7 +44,9 @@ class GradientMemory {
                      const std::int64_t* start) const;
   KeySums own_keys(const Run& run) const;
   const std::int64_t* own_key_starts() const { return key_starts_; }
-  kernels::RowTerm* terms() const { return terms_; }
+  kernels::RowTerm* terms(const Pass& pass) const {
+    return pass.terms != nullptr ? pass.terms : terms_;
+  }
   /// Sums of dq for `rows` rows in memory.
   kernels::GradientSums row_sums(std::byte* memory, std::int64_t rows) const;
   kernels::GradientSums own_rows(std::int64_t rows) const { return row_sums(dq_, rows); }
@@ -54,11 +56,13 @@ class GradientMemory {
   /// to += from, sums of `bytes` bytes.
   void add(void* to, const void* from, std::int64_t bytes, Stream stream) const;
 
-  /// Rounds and stores the sums of `rows` own rows, and of own keys; and the gradients of sinks,
-  /// whose parts it gathers from all ranks if rows are sharded.
-  void store(const Run& run, const GradientArgs& args, std::int64_t rows) const;
+  /// Ends a backward with the sums of `rows` own rows, and of own keys: rounds and stores them, and
+  /// the gradients of sinks; or hands them to the strategy that the backward is a part of.
+  void finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const;
 
  private:
+  void store(const Run& run, const GradientArgs& args, std::int64_t rows) const;
+  void store_sinks(const Run& run, const GradientArgs& args) const;
   int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
   std::int64_t k_bytes(std::int64_t rows) const;
   /// This rank's part of the gradients of sinks, [heads] padded.

@@ -156,9 +156,13 @@ void HeadExchange::take_back(const Pass& pass, const kernels::MergeParams& asked
 
 /// Points the attention at this rank's heads, once their rows and keys have arrived.
 void HeadExchange::make_own(Pass& pass) const {
+  attend_to_own(pass);
+  if (!by_heads()) point_at_finished(pass);
+}
+
+void HeadExchange::attend_to_own(Pass& pass) const {
   attend_to(pass, share_);
   if (ranks_.nodes > 1) take_rows_of_node(pass);
-  if (!by_heads()) point_at_finished(pass);
 }
 
 std::int64_t HeadExchange::row_slot(std::int64_t rows, int dim, DType dtype) const {
@@ -177,7 +181,8 @@ std::int64_t HeadExchange::query_slot(std::int64_t rows) const {
 std::int64_t HeadExchange::gradient_slot() const {
   if (!layer_.options.gradients) return 0;
   const int dim = std::max(layer_.bounds.head_dim, layer_.bounds.value_dim);
-  return std::max(row_slot(rows_.most_capacity(), std::max(dim, kTermFloats), fp32),
+  const std::int64_t rows = rows_.are_gathered() ? rows_.most_capacity() : most_tokens();
+  return std::max(row_slot(rows, std::max(dim, kTermFloats), fp32),
                   key_sum_slot(keys_.block_rows(), dim));
 }
 
@@ -219,6 +224,11 @@ void HeadExchange::pack_heads(const Run& run, const kernels::TokenRows& from, st
 
 void HeadExchange::all_to_all(const Pass& pass, std::int64_t slot, const char* step) const {
   comm_.all_to_all(leaving_, arriving_, at(slot), pass.run.stream, step, pass.digests);
+}
+
+void HeadExchange::gather(const Pass& pass, std::int64_t slot, const char* step) const {
+  comm_.all_gather(arriving_ + peer() * slot, arriving_, at(slot), pass.run.stream, step,
+                   pass.digests);
 }
 
 void HeadExchange::exchange_queries(const Pass& pass) const {
@@ -419,7 +429,8 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
   const double queries = o.queries ? aligned(own_rows * query) : 0;
   const double keys = aligned(block * key), values = aligned(block * value);
   const double results = by_heads ? 0 : finished(dealt ? own_rows : rows);
-  const double gradients = o.gradients ? gradient_slot_bytes(o, most, own_rows, block) : 0;
+  const double gradients =
+      o.gradients ? gradient_slot_bytes(o, most, o.queries ? own_rows : rows, block) : 0;
   const double leaving = ranks * std::max({queries, keys, values, results, gradients});
   return {.received_bytes = (ranks - 1) * (queries + keys + values + results),
           .workspace_bytes = leaving + std::max(leaving, dealt ? finished(rows) : 0) +

@@ -72,6 +72,8 @@ class HeadExchange {
   std::byte* leaving() const { return leaving_; }
   std::byte* arriving() const { return arriving_; }
   void all_to_all(const Pass& pass, std::int64_t slot, const char* step) const;
+  /// Gathers such slots, of which this rank's lies at its place in arriving().
+  void gather(const Pass& pass, std::int64_t slot, const char* step) const;
   /// The bytes of such a slot, which has room for the most heads of any rank: of rows, and of fp32
   /// sums of keys (kernels::GradientSums).
   std::int64_t row_slot(std::int64_t rows, int dim, DType dtype) const;
@@ -83,8 +85,14 @@ class HeadExchange {
   const TravellingKeys& keys() const { return keys_; }
   /// The layer as the attention of this rank's heads sees it.
   const LayerContext& own_layer() const { return own_layer_; }
+  /// The ranks of the exchange, and this one's number among them.
+  const NodeRanks& ranks() const { return ranks_; }
+  int peers() const { return comm_.size(); }
+  int peer() const { return comm_.rank(); }
   /// Points the attention at some of this rank's heads over whole sequences.
   void attend_to(Pass& pass, const HeadShare& heads) const;
+  /// The same for all of its heads, over the node's part of sequences if there are several nodes.
+  void attend_to_own(Pass& pass) const;
   /// Whole sequences of this rank's heads, [tokens, own heads, head_dim] and so on.
   std::byte* whole_queries() const { return queries_; }
   const KeyBlock& whole_keys() const { return ordered_; }
@@ -99,7 +107,6 @@ class HeadExchange {
  private:
   class Forward;
 
-  int peers() const { return comm_.size(); }
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
   int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
   StorageFormat key_format() const { return storage_of(layer_.bounds.kv_dtype); }

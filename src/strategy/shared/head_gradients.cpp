@@ -19,6 +19,11 @@ kernels::TokenRows rows_of_group(const GradientSums& sums, int kv_head, int grou
   return {sums.at(kv_head, first), group * row, row};
 }
 
+/// Rows of `of_heads` heads, from their head `first` on.
+kernels::TokenRows heads_of(std::byte* rows, int of_heads, int first, int dim) {
+  return {floats(rows) + std::int64_t{first} * dim, std::int64_t{of_heads} * dim, dim};
+}
+
 /// The most keys of whole sequences in a run.
 std::int64_t most_whole_keys(const LayerContext& layer) {
   return most_keys(layer.options.limits, layer.bounds.batch.size);
@@ -30,18 +35,22 @@ HeadGradients::HeadGradients(const LayerContext& layer, const HeadExchange& exch
     : layer_(layer),
       exchange_(exchange),
       starts_(layer),
-      memory_(layer, exchange.keys(), exchange.own_layer().bounds) {}
+      memory_(layer, exchange.keys(), has_nodes() ? nullptr : &exchange.own_layer().bounds) {}
 
-double HeadGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
+double HeadGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size,
+                                      bool several_nodes) {
   if (!options.gradients) return 0;
   const MostHeads most = most_heads(options.heads, options.kv_heads, ranks);
   Options own = options;
   own.heads = most.query;
   own.kv_heads = most.kv;
-  const double rows = ranks * size.most_tokens;
+  const double rows = options.queries ? ranks * size.most_tokens : size.tokens;
+  const double sums =
+      GradientMemory::row_sum_bytes(own, rows) + GradientMemory::key_sum_bytes(own, size.keys);
   return GradientMemory::workspace_bytes(options, ranks, size) +
-         rows * most.query * (4.0 * options.of_values() + sizeof(kernels::RowTerm)) +
-         GradientMemory::row_sum_bytes(own, rows) + GradientMemory::key_sum_bytes(own, size.keys) +
+         rows * most.query *
+             ((options.queries ? 4.0 * options.of_values() : 0) + sizeof(kernels::RowTerm)) +
+         (several_nodes ? 0 : sums) +
          ranks * most_keys_of_a_rank(options.keys, size.keys, ranks) * sizeof(std::int64_t);
 }
 
@@ -49,20 +58,20 @@ double HeadGradients::workspace_bytes(const Options& options, int ranks, const R
 BackwardCost HeadGradients::cost(const Options& o, int ranks, const RunSize& size) {
   if (!o.gradients || ranks == 1) return {};
   const MostHeads most = most_heads(o.heads, o.kv_heads, ranks);
-  const double rows = size.most_tokens * most.query, keys = size.keys / ranks * most.kv;
+  const double rows = (o.queries ? size.most_tokens : size.tokens) * most.query;
+  const double keys = size.keys / ranks * most.kv;
   const auto row_bytes = [](DType dtype, int dim) {
     return static_cast<double>(storage_of(dtype).row_bytes(dim));
   };
   const DType kv = o.dtypes.of_kv();
-  const double slots = rows * (row_bytes(o.dtypes.of_query(), o.head_dim) +
-                               row_bytes(o.dtypes.of_out(), o.of_values()) +
-                               sizeof(kernels::RowTerm) + row_bytes(fp32, o.head_dim)) +
+  const double come = row_bytes(o.dtypes.of_query(), o.head_dim) +
+                      row_bytes(o.dtypes.of_out(), o.of_values()) + sizeof(kernels::RowTerm);
+  const double slots = rows * ((o.queries ? come : 0) + row_bytes(fp32, o.head_dim)) +
                        keys * (row_bytes(kv, o.head_dim) + row_bytes(kv, o.of_values()) +
                                row_bytes(fp32, GradientSums::padded(o.head_dim)) +
                                row_bytes(fp32, GradientSums::padded(o.of_values())));
-  constexpr int kExchanges = 8;  // q, dout, row terms, k, v, dq, dk and dv
   return {.received_bytes = (ranks - 1) * slots,
-          .messages = kExchanges,
+          .messages = o.queries ? 8.0 : 5.0,  // q, dout and row terms; k, v, dq, dk and dv
           .copied_bytes = 2 * ranks * slots};
 }
 
@@ -71,27 +80,39 @@ void HeadGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = exchange_.most_tokens(), keys = most_whole_keys(layer_);
   const kernels::AttendParams& own = exchange_.own_layer().bounds;
-  dout_ = memory.take(at(rows * heads() * storage_of(fp32).row_bytes(own.value_dim)));
+  if (gathers_rows())
+    dout_ = memory.take(at(rows * heads() * storage_of(fp32).row_bytes(own.value_dim)));
   terms_ = memory.take_array<kernels::RowTerm>(at(rows * heads()));
+  key_map_ = memory.take_array<std::int64_t>(at(exchange_.peers() * exchange_.keys().block_rows()));
+  if (has_nodes()) return;
   dq_ =
       memory.take(at(GradientSums::bytes(rows * (heads() / kv_heads()), kv_heads(), own.head_dim)));
   dk_ = memory.take(at(GradientSums::bytes(keys, kv_heads(), own.head_dim)));
   dv_ = memory.take(at(GradientSums::bytes(keys, kv_heads(), own.value_dim)));
-  key_map_ =
-      memory.take_array<std::int64_t>(at(layer_.comm.size() * exchange_.keys().block_rows()));
 }
 
 void HeadGradients::backward(Pass& pass, const GradientArgs& args) const {
-  const Run& run = pass.run;
+  backward(pass, args, [this](const Pass& own, const Tensor& dout) { return attend(own, dout); });
+}
+
+void HeadGradients::backward(Pass& pass, const GradientArgs& args,
+                             const BetweenNodes& between) const {
   bring(pass, args);
-  const kernels::GradientParams p = attend(pass, args);
-  return_rows(pass, p.dq);
+  Pass own = pass;
+  own.terms = terms_;
+  give_back(pass, args, between(own, dout_of(pass, args)));
+}
+
+void HeadGradients::give_back(const Pass& pass, const GradientArgs& args,
+                              const Gradients& gradients) const {
+  const Run& run = pass.run;
+  return_rows(pass, gradients.dq);
   find_key_map(pass);
   kernels::GradientParams own;
   memory_.give_key_sums(own, memory_.own_keys(run), nullptr);
-  return_keys(pass, p.dk, own.dk, "backward, exchange of dk");
-  return_keys(pass, p.dv, own.dv, "backward, exchange of dv");
-  memory_.store(run, args, run.attend.tokens);
+  return_keys(pass, gradients.dk, own.dk, "backward, exchange of dk");
+  return_keys(pass, gradients.dv, own.dv, "backward, exchange of dv");
+  memory_.finish(pass, args, run.attend.tokens);
 }
 
 /// Receives all rows and keys of this rank's heads.
@@ -100,73 +121,123 @@ void HeadGradients::bring(Pass& pass, const GradientArgs& args) const {
   const KeyBlock keys = exchange_.ready_keys(pass);
   exchange_.find_places(pass);
   Pass own(pass.run);
-  starts_.find(pass.run);
-  starts_.give(pass.run, layer_.comm.rank(), own.attend.batch);
+  if (gathers_rows()) {
+    starts_.find(pass.run);
+    starts_.give(pass.run, layer_.comm.rank(), own.attend.batch);
+  }
   memory_.begin(own, args);
-  exchange_.exchange_queries(pass);
-  exchange_.exchange_rows(pass, token_rows_of(args.dout), layer_.bounds.value_dim, args.dout.dtype,
-                          dout_, "backward, exchange of dout");
-  constexpr int kFloats = HeadExchange::kTermFloats;
-  const kernels::TokenRows terms(memory_.terms(), std::int64_t{layer_.bounds.heads} * kFloats,
-                                 kFloats);
-  exchange_.exchange_rows(pass, terms, kFloats, fp32, reinterpret_cast<std::byte*>(terms_),
-                          "backward, exchange of row terms");
+  if (gathers_rows()) {
+    exchange_.exchange_queries(pass);
+    exchange_.exchange_rows(pass, token_rows_of(args.dout), layer_.bounds.value_dim,
+                            args.dout.dtype, dout_, "backward, exchange of dout");
+  }
+  bring_terms(pass, own);
   for (const int i : {0, 1}) exchange_.exchange_keys(pass, keys, i);
-  exchange_.attend_to(pass, exchange_.share());
+  exchange_.attend_to_own(pass);
+}
+
+/// Receives the terms of all rows of this rank's heads; with replicated rows they are here.
+void HeadGradients::bring_terms(const Pass& pass, const Pass& own) const {
+  constexpr int kFloats = HeadExchange::kTermFloats;
+  const auto dense = [](kernels::RowTerm* terms, int of_heads) {
+    return kernels::TokenRows(terms, std::int64_t{of_heads} * kFloats, kFloats);
+  };
+  const kernels::TokenRows terms = dense(memory_.terms(own), layer_.bounds.heads);
+  if (gathers_rows())
+    return exchange_.exchange_rows(pass, terms, kFloats, fp32, reinterpret_cast<std::byte*>(terms_),
+                                   "backward, exchange of row terms");
+  PackOutputsParams pack;
+  pack.dim = kFloats;
+  pack.dtype = fp32;
+  pack.tokens = pass.attend.tokens;
+  pack.heads = heads();
+  pack.from = dense(memory_.terms(own) + exchange_.share().query.begin, layer_.bounds.heads);
+  pack.to = dense(terms_, heads());
+  layer_.kernels.pack_outputs(pack, pass.run.stream);
+}
+
+/// The dout of all rows, this rank's heads.
+Tensor HeadGradients::dout_of(const Pass& pass, const GradientArgs& args) const {
+  Tensor dout = args.dout;
+  const int dim = layer_.bounds.value_dim;
+  if (gathers_rows()) {
+    dout = Tensor(dout_, args.dout.dtype, {pass.attend.tokens, heads(), dim});
+    dout.device = args.dout.device;
+    return dout;
+  }
+  const int of_heads = dout.dims - 2;
+  dout.shape[of_heads] = heads();
+  dout.data = static_cast<std::byte*>(dout.data) +
+              storage_of(dout.dtype).bytes(exchange_.share().query.begin * dout.stride[of_heads]);
+  return dout;
 }
 
 /// Computes the gradients of this rank's heads, over whole sequences.
-kernels::GradientParams HeadGradients::attend(const Pass& pass, const GradientArgs& args) const {
+Gradients HeadGradients::attend(const Pass& pass, const Tensor& dout) const {
+  GradientArgs args;
+  args.dout = dout;
   kernels::GradientParams p = memory_.params(pass, args);
   const std::int64_t keys = [&] {
     std::int64_t count = 0;
-    for (int rank = 0; rank < layer_.comm.size(); ++rank)
+    for (int rank = 0; rank < exchange_.peers(); ++rank)
       count += exchange_.keys().rows_of(pass.run, rank);
     return std::min(count, most_whole_keys(layer_));
   }();
-  p.dout = {dout_, std::int64_t{p.heads} * p.value_dim, p.value_dim};
-  p.terms = terms_;
   p.dq = {floats(dq_), p.tokens * (p.heads / p.kv_heads), p.head_dim};
   p.dk = {floats(dk_), keys, p.head_dim};
   p.dv = {floats(dv_), keys, p.value_dim};
   layer_.kernels.attend_gradients(p, pass.run.stream);
-  return p;
+  return {p.dq, p.dk, p.dv};
 }
 
-/// Sends the dq of each row to its rank, [rows, heads of the sender, head_dim].
+/// Sends the dq of each row to its rank, or that of replicated rows to all ranks of the exchange:
+/// [rows, heads of the sender, head_dim].
 void HeadGradients::return_rows(const Pass& pass, const GradientSums& sums) const {
   const Run& run = pass.run;
   const int dim = layer_.bounds.head_dim, group = heads() / kv_heads();
-  const std::int64_t most = exchange_.rows().capacity(run);
+  const std::int64_t most = gathers_rows() ? exchange_.rows().capacity(run) : run.attend.tokens;
   const std::int64_t slot = exchange_.row_slot(most, dim, fp32);
-  const auto dense = [&](std::byte* data, int of_heads, int first) {
-    return kernels::TokenRows(floats(data) + std::int64_t{first} * dim,
-                              std::int64_t{of_heads} * dim, dim);
-  };
   PackOutputsParams pack;
   pack.dim = dim;
   pack.dtype = fp32;
-  pack.tokens = layer_.comm.size() * most;
+  pack.tokens = most;
   pack.heads = group;
-  pack.map = exchange_.rows().map();
-  pack.map_of = PackOutputsParams::MapOf::sources;
+  std::byte* to = exchange_.arriving() + exchange_.peer() * slot;
+  if (gathers_rows()) {
+    pack.tokens *= exchange_.peers();
+    pack.map = exchange_.rows().map();
+    pack.map_of = PackOutputsParams::MapOf::sources;
+    to = exchange_.leaving();
+  }
   for (int j = 0; j < kv_heads(); ++j) {
     pack.from = rows_of_group(sums, j, group, 0);
-    pack.to = dense(exchange_.leaving(), heads(), j * group);
-    pack.to.gap = {slot / 4 - most * heads() * dim, static_cast<std::uint32_t>(most)};
+    pack.to = heads_of(to, heads(), j * group, dim);
+    if (gathers_rows())
+      pack.to.gap = {slot / 4 - most * heads() * dim, static_cast<std::uint32_t>(most)};
     layer_.kernels.pack_outputs(pack, run.stream);
   }
-  exchange_.all_to_all(pass, slot, "backward, exchange of dq");
+  if (gathers_rows())
+    exchange_.all_to_all(pass, slot, "backward, exchange of dq");
+  else
+    exchange_.gather(pass, slot, "backward, gather of dq");
+  put_rows(run, slot);
+}
 
+/// Puts the received dq of this rank's rows side by side, from slots of that size.
+void HeadGradients::put_rows(const Run& run, std::int64_t slot) const {
+  const int dim = layer_.bounds.head_dim;
   const int whole_group = layer_.bounds.heads / layer_.bounds.kv_heads;
+  PackOutputsParams pack;
+  pack.dim = dim;
+  pack.dtype = fp32;
   pack.tokens = run.attend.tokens;
-  pack.map = nullptr;
-  for (int p = 0; p < layer_.comm.size(); ++p) {
+  for (int p = 0; p < exchange_.peers(); ++p) {
     const HeadShare share = exchange_.share_of(p);
     pack.heads = share.query.size() / share.kv.size();
     for (int j = 0; j < share.kv.size(); ++j) {
       const int kv_head = share.kv.begin + j, head = share.query.begin + j * pack.heads;
-      pack.from = dense(exchange_.arriving() + p * slot, share.query.size(), j * pack.heads);
+      pack.from =
+          heads_of(exchange_.arriving() + p * slot, share.query.size(), j * pack.heads, dim);
       pack.to = rows_of_group(memory_.own_rows(run.attend.tokens), kv_head, whole_group,
                               head - kv_head * whole_group);
       layer_.kernels.pack_outputs(pack, run.stream);
@@ -174,13 +245,15 @@ void HeadGradients::return_rows(const Pass& pass, const GradientSums& sums) cons
   }
 }
 
-/// Computes which of the whole sequences' keys each rank has.
+/// Computes which of the sequences' keys each rank has.
 void HeadGradients::find_key_map(const Pass& pass) const {
   const Run& run = pass.run;
   kernels::MapParams map;
   map.shard = run.arrays.keys;
-  map.batch = pass.attend.batch;  // with the starts of whole sequences
-  map.ranks = layer_.comm.size();
+  map.batch = pass.attend.batch;  // with the starts of sequences, or of the node's part of them
+  map.ranks = exchange_.peers();
+  map.first = exchange_.ranks().first;
+  map.part = part_of_node(run.arrays.keys, exchange_.ranks());
   map.capacity = exchange_.most_keys(run);
   map.map = key_map_;
   map.of_keys = true;
@@ -197,7 +270,7 @@ void HeadGradients::return_keys(const Pass& pass, const GradientSums& sums, cons
   PackOutputsParams pack;
   pack.dim = row;
   pack.dtype = fp32;
-  pack.tokens = layer_.comm.size() * most;
+  pack.tokens = exchange_.peers() * most;
   pack.map = key_map_;
   pack.map_of = PackOutputsParams::MapOf::sources;
   for (int j = 0; j < kv_heads(); ++j) {
@@ -209,7 +282,7 @@ void HeadGradients::return_keys(const Pass& pass, const GradientSums& sums, cons
   exchange_.all_to_all(pass, slot, step);
 
   int next = 0;  // kv heads before it have the gradients of some rank
-  for (int p = 0; p < layer_.comm.size(); ++p) {
+  for (int p = 0; p < exchange_.peers(); ++p) {
     const HeadRange kv = exchange_.share_of(p).kv;
     for (int j = 0; j < kv.size(); ++j) {
       const std::int64_t bytes = own.rows * row * 4;

@@ -48,7 +48,7 @@ class KeyGradients::Backward final : public Visitor {
                    pass_.run.stream);
   }
 
-  void finish() override { g_.memory_.store(pass_.run, args_, pass_.attend.tokens); }
+  void finish() override { g_.memory_.finish(pass_, args_, pass_.attend.tokens); }
 
  private:
   const KeyGradients& g_;

@@ -49,7 +49,7 @@ void ReplicatedGradients::backward(const Pass& pass, const GradientArgs& args) c
   memory_.give_key_sums(p, memory_.own_keys(run), memory_.own_key_starts());
   layer_.kernels.attend_gradients(p, run.stream);
   if (layer_.comm.size() > 1) add_up(pass, reinterpret_cast<std::byte*>(p.dq.data), p.tokens);
-  memory_.store(run, args, p.tokens);
+  memory_.finish(pass, args, p.tokens);
 }
 
 /// Replaces this rank's part of dq by the sum of all ranks' parts.

@@ -56,7 +56,7 @@ class RowGradients::Backward final : public Visitor {
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
   }
 
-  void finish() override { g_.memory_.store(pass_.run, args_, pass_.attend.tokens); }
+  void finish() override { g_.memory_.finish(pass_, args_, pass_.attend.tokens); }
 
  private:
   const RowGradients& g_;
@@ -118,7 +118,7 @@ void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   starts_.find(run);
   starts_.give(run, layer_.comm.rank(), pass.attend.batch);
   memory_.begin(pass, args);
-  const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(run, args);
+  const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(pass, args);
   Backward visitor(*this, pass, args, own);
   const auto is_wanted = [&](int rows, int keys) {
     return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
@@ -126,11 +126,12 @@ void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   ring_.walk(pass, is_wanted, visitor);
 }
 
-RowGradients::Rows RowGradients::own_rows(const Run& run, const GradientArgs& args) const {
+RowGradients::Rows RowGradients::own_rows(const Pass& pass, const GradientArgs& args) const {
+  const Run& run = pass.run;
   const Tensor& dout = args.dout;
   const int dim = layer_.bounds.value_dim;
   Rows own{static_cast<std::byte*>(run.args.q.data), static_cast<std::byte*>(dout.data),
-           memory_.terms()};
+           memory_.terms(pass)};
   const bool dense =
       dout.stride[1] == dim && dout.stride[0] == std::int64_t{layer_.bounds.heads} * dim;
   if (dense) return own;

@@ -48,7 +48,7 @@ class RowGradients {
     return layer_.bounds.heads * static_cast<std::int64_t>(sizeof(kernels::RowTerm));
   }
 
-  Rows own_rows(const Run& run, const GradientArgs& args) const;
+  Rows own_rows(const Pass& pass, const GradientArgs& args) const;
 
   LayerContext layer_;
   const DealtRows& rows_;

@@ -1,7 +1,5 @@
 #include "src/strategy/shared/state_gradients.hpp"
 
-#include "longspan/error.hpp"
-
 namespace longspan {
 
 StateGradients::StateGradients(const LayerContext& layer, const DealtRows& rows) : starts_(layer) {
@@ -29,9 +27,6 @@ void StateGradients::lay_out(Parts& memory) {
 
 void StateGradients::backward(const Pass& pass, const GradientArgs& args) {
   if (replicated_) return replicated_->backward(pass, args);
-  if (pass.run.arrays.queries.layout == Layout::listed)
-    throw Unsupported(
-        "gradients of listed query rows are not supported; shard them by a rule or by ranges");
   Pass own = pass;
   own.attend = pass.run.attend;  // with this rank's rows
   sharded_->backward(own, args);

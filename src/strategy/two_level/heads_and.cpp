@@ -4,12 +4,16 @@
 //
 //     my rows, all heads  ->  the node's rows, my heads  ->  the other strategy, between the ranks
 //     that have these heads, one of every node  ->  my rows, all heads
+//
+// Backward has the same two levels, and so has the other strategy's.
 #include <fmt/format.h>
 
 #include <memory>
+#include <optional>
 
 #include "longspan/error.hpp"
 #include "src/strategy/shared/head_exchange.hpp"
+#include "src/strategy/shared/head_gradients.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -48,10 +52,13 @@ class HeadsAnd final : public Strategy {
         levels_(layer.comm.levels(ranks_.count)),
         exchange_(layer, ranks_, *levels_.node),
         options_(between_nodes(layer.options, exchange_.share())),
-        between_(entry.make(layer_between_nodes())) {}
+        between_(entry.make(layer_between_nodes())) {
+    if (layer.options.gradients) gradients_.emplace(layer, exchange_);
+  }
 
   void lay_out(Parts& memory) override {
     exchange_.lay_out(memory);
+    if (gradients_) gradients_->lay_out(memory);
     between_->lay_out(memory);
   }
 
@@ -64,17 +71,28 @@ class HeadsAnd final : public Strategy {
   void prepare(Pass& pass) override { exchange_.prepare(pass, name_); }
 
   void queue(Pass& pass) override {
-    const Run& run = pass.run;
-    // The reports of the run are compared among all ranks, since two that never exchange data may
-    // differ.
-    run.enter(Phase::exchange);
-    pass.write_own_digest(layer_.kernels);
-    layer_.comm.all_gather(nullptr, nullptr, 0, run.stream, "agreement on the run", pass.digests);
-    pass.digests = nullptr;
+    pass.run.enter(Phase::exchange);
+    compare_reports(pass, "agreement on the run");
     or_end_all([&] { exchange_.queue(pass, [&] { attend_between_nodes(pass); }); });
   }
 
+  void backward(Pass& pass, const GradientArgs& args) override {
+    compare_reports(pass, "backward, agreement");
+    or_end_all([&] {
+      gradients_->backward(pass, args, [&](const Pass& own, const Tensor& dout) {
+        return gradients_between_nodes(own, dout);
+      });
+    });
+  }
+
  private:
+  /// Compares the reports of a run among all ranks, since two that never exchange data may differ.
+  void compare_reports(Pass& pass, const char* step) const {
+    pass.write_own_digest(layer_.kernels);
+    layer_.comm.all_gather(nullptr, nullptr, 0, pass.run.stream, step, pass.digests);
+    pass.digests = nullptr;
+  }
+
   /// Runs the communication of one of the two levels. An error of a level's communicator ends the
   /// layer's communicator too, so every rank learns of the failure at once. Any other error here
   /// must end it too.
@@ -98,8 +116,25 @@ class HeadsAnd final : public Strategy {
     return layer;
   }
 
-  /// Runs the other strategy as a layer of one rank per node would.
   void attend_between_nodes(const Pass& pass) const {
+    as_layer_between_nodes(pass, [&](Pass& own) { between_->queue(own); });
+  }
+
+  Gradients gradients_between_nodes(const Pass& pass, const Tensor& dout) const {
+    Gradients gradients;
+    GradientArgs args;
+    args.dout = dout;
+    as_layer_between_nodes(pass, [&](Pass& own) {
+      own.terms = pass.terms;
+      own.to = &gradients;
+      between_->backward(own, args);
+    });
+    return gradients;
+  }
+
+  /// Gives `work` the pass of the other strategy, as in a layer of one rank per node.
+  template <class Work>
+  void as_layer_between_nodes(const Pass& pass, const Work& work) const {
     const Run& run = pass.run;
     AttentionArgs args = run.args;
     RunArrays arrays = run.arrays;
@@ -123,7 +158,7 @@ class HeadsAnd final : public Strategy {
                       .enter = run.enter};
     Pass own(between);
     between_->prepare(own);
-    between_->queue(own);
+    work(own);
   }
 
   LayerContext layer_;
@@ -133,6 +168,7 @@ class HeadsAnd final : public Strategy {
   HeadExchange exchange_;
   Options options_;  // between nodes
   std::unique_ptr<Strategy> between_;
+  std::optional<HeadGradients> gradients_;  // with Options::gradients
 };
 
 /// Why two levels cannot serve such a layer, whatever the strategy between nodes.
@@ -186,6 +222,15 @@ RunCost cost_with(const StrategyEntry& between, const Options& o, int ranks, con
   cost.keys_read *= other.keys_read;
   cost.merged_bytes = other.merged_bytes;
   cost.copied_bytes += other.copied_bytes;
+  if (!o.gradients) return cost;
+  cost.workspace_bytes += HeadGradients::workspace_bytes(o, per_node, node, true);
+  cost.backward = HeadGradients::cost(o, per_node, node);
+  cost.backward.far_bytes = other.backward.received_bytes;
+  cost.backward.received_bytes += other.backward.received_bytes;
+  cost.backward.overlapped_bytes = other.backward.overlapped_bytes;
+  cost.backward.messages += other.backward.messages + 1;
+  cost.backward.calls = other.backward.calls;
+  cost.backward.copied_bytes += other.backward.copied_bytes;
   return cost;
 }
 
@@ -202,7 +247,6 @@ StrategyEntry heads_and(const char* received) {
   entry.info.result = "its own rows, or all";
   entry.preference += 10;
   entry.keeps_order = [](const Options&, int) { return false; };
-  entry.gradients = GradientsOf::none;
   entry.takes_tables = false;
   entry.refusal = [](const Options& o, int ranks) {
     if (std::string why = refuse_levels(o, ranks); !why.empty()) return why;

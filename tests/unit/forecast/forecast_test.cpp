@@ -455,6 +455,24 @@ TEST(Forecast, ABackwardIsPartOfTheTime) {
   }
 }
 
+/// Between nodes, only what the ranks with the same heads send: keys, and their gradients in fp32.
+TEST(Forecast, ABackwardOfTwoLevels) {
+  constexpr int kRanks = 16, kPerNode = 8;
+  Options options = prefill(65536, kRanks, Layout::zigzag);
+  options.gradients = true;
+  Machine machine = built_in_machine(Device::host);
+  machine.node_link_bytes_per_s = machine.link_bytes_per_s / 100;
+  const auto all = forecast(options, {.ranks = kRanks, .ranks_per_node = kPerNode},
+                            largest_run(options, kRanks), machine);
+  const Forecast &one = of(all, "ring-kv"), &two = of(all, "heads+ring-kv");
+  ASSERT_EQ(two.refusal, "");
+  const BackwardCost &near = one.cost.backward, &levels = two.cost.backward;
+  EXPECT_NEAR(near.received_bytes * 8 / 15 / levels.far_bytes, 8, 0.01);
+  EXPECT_GT(levels.received_bytes, levels.far_bytes);
+  EXPECT_LT(levels.overlapped_bytes, levels.far_bytes);
+  EXPECT_LT(two.backward, one.backward);
+}
+
 /// Few rows travel to many keys, and few keys to the rows.
 TEST(Choose, TrainingMovesWhatIsSmaller) {
   const auto chosen = [](std::int64_t rows, std::int64_t keys, int kv_heads) {

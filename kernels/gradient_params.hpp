@@ -53,11 +53,13 @@ struct RowTermParams {
 };
 
 /// Adds up the gradients of the sinks over the rows of a batch: to[h] = -sum exp(sink - lse) D.
-/// Sums are float64, rounded once.
+/// Sums are float64, rounded once; in the fixed order, those of each virtual rank are, and fold.
 struct SinkGradientParams {
-  Batch batch;  // rows past its last sequence do not count
+  Batch batch;    // rows past its last sequence do not count
+  Shard queries;  // of the rows
   std::int64_t tokens = 0;
   int heads = 1;
+  bool invariant = false;          // in the fixed order
   Floats sinks;                    // [heads]
   const RowTerm* terms = nullptr;  // [tokens, heads]
   float* to = nullptr;             // [heads]

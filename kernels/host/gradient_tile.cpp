@@ -327,7 +327,8 @@ void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t beg
         widen(to, p.sums.dim, old);
         for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(old[c] + from[c], type);
       } else {
-        for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(from[c], type);
+        // Which of the zeros a sum is must not depend on the zeros that were added to it.
+        for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(from[c] + 0.0f, type);
       }
     }
   });

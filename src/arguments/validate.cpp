@@ -84,7 +84,18 @@ void check_fp64(const Options& o) {
         "the call");
 }
 
-void check_gradient_options(const Options& o) {
+/// Throws Unsupported unless ranks that share rows or keys by `dealt` hold whole subtrees of the
+/// fixed order.
+void check_gradient_order(const Sharding& dealt, const char* what, int ranks) {
+  if (Shard{dealt.layout, 0, ranks, 0, dealt.block}.keeps_order()) return;
+  throw Unsupported(fmt::format(
+      "gradients with invariant, {} {} and {} ranks are not supported; contiguous ones, "
+      "and those interleaved by a multiple of {}, have the same bits for every number "
+      "of ranks that divides {}",
+      name(dealt.layout), what, ranks, kSegment, kVirtualRanks));
+}
+
+void check_gradient_options(const Options& o, int ranks) {
   for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
     if (is_fp8(dtype))
       throw Unsupported(fmt::format("gradients of {} tensors are not supported", name(dtype)));
@@ -101,6 +112,13 @@ void check_gradient_options(const Options& o) {
         "rows; rotate q and k before the call");
   usage(o.limits.max_kv_len > 0,
         "gradients need max_kv_len, the most keys of a sequence: their sums are allocated for it");
+  if (!o.invariant || ranks == 1) return;
+  if (o.dtypes.compute == DType::fp64)
+    throw Unsupported(
+        "gradients of fp64 with invariant on several ranks are not supported: their sums have no "
+        "fixed order; leave invariant off");
+  check_gradient_order(o.keys, "keys", ranks);
+  if (o.queries) check_gradient_order(*o.queries, "queries", ranks);
 }
 
 }  // namespace
@@ -242,7 +260,7 @@ void check_values(const Options& o, int ranks) {
         fmt::format("bf16_products is a way to make bf16 products; dtypes.compute is {}",
                     name(o.dtypes.compute)));
   if (o.dtypes.fp8_products) check_fp8_products(o);
-  if (o.gradients) check_gradient_options(o);
+  if (o.gradients) check_gradient_options(o, ranks);
   check_rope(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),

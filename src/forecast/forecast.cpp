@@ -155,8 +155,8 @@ std::string refuse_gradients(const StrategyEntry& entry, const Options& options,
   if (!options.queries && entry.gradients == GradientsOf::sharded_queries)
     return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
            "gradients of keys would be counted once a rank";
-  if (options.invariant)
-    return "its gradients are the same from run to run, not for every number of ranks (invariant)";
+  if (options.invariant && !entry.keeps_order(options, ranks))
+    return "its gradients are not the same bits for every number of ranks (invariant)";
   return "";
 }
 

@@ -260,6 +260,12 @@ struct Form {
 
 using Forms = std::vector<Form>;
 
+/// Whether it can have the same bits on every such number of ranks (Options::invariant).
+bool keeps_order(const Form& form, int ranks) {
+  return form.per_node == 0 && form.strategy != std::string("ring-kv") &&
+         kVirtualRanks % ranks == 0;
+}
+
 const Forms kForms = {{"ring-kv", false},      {"gather-kv", false},     {"ring-q", false},
                       {"heads", false},        {"gather-states", false}, {"scatter-states", false},
                       {"gather-states", true}, {"scatter-states", true}};
@@ -477,6 +483,91 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
 }
 
+/// Several ranks and one alone give the same bits, whatever else is in the batch.
+TEST(Gradients, InvariantOnesHaveTheBitsOfOneRank) {
+  const Communicator world = test_world(), alone = self();
+  const int ranks = world.size();
+  if (kVirtualRanks % ranks != 0) GTEST_SKIP() << ranks << " ranks do not divide 64";
+  HostShape shape{.heads = 8,
+                  .kv_heads = 4,
+                  .dim = 10,
+                  .query_len = {1100},
+                  .kv_len = {1300},
+                  .mask = {.causal = true, .window = 900}};
+  const auto seed = static_cast<std::uint32_t>(shared_seed(world));
+  HostGradients one(shape, seed);
+  shape.query_len.push_back(170), shape.kv_len.push_back(220);
+  HostGradients two(shape, seed);
+  for (HostGradients* problem : {&one, &two})
+    for (int h = 0; h < shape.heads; ++h) problem->sinks.push_back(0.25f * static_cast<float>(h));
+
+  const auto begins_as = [](const std::vector<float>& longer, const std::vector<float>& first) {
+    return std::memcmp(longer.data(), first.data(), first.size() * sizeof(float)) == 0;
+  };
+  ASSERT_TRUE(begins_as(two.dout, one.dout));
+  const auto shard = [](const Sharding& rule, const Communicator& of) {
+    return Shard{rule.layout, of.rank(), of.size(), 0, rule.block};
+  };
+  const auto go_back = [&](const Communicator& on, RankProblem& rank, const Shard& keys,
+                           const Shard& rows, HostGradients& whole, const std::string& strategy,
+                           int threads) {
+    Options o = RankProblem::options(whole, keys, rows, strategy);
+    o.invariant = true;
+    o.threads = threads;
+    rank.poison();
+    return run_and_go_back(on, rank, o);
+  };
+
+  const Sharding contiguous{}, by_one{Layout::interleaved, 128}, by_two{Layout::interleaved, 256};
+  for (const auto& [of_keys, of_rows] : {std::pair{contiguous, contiguous},
+                                         {contiguous, by_two},
+                                         {by_one, by_two},
+                                         {by_two, contiguous}}) {
+    RankProblem all(one, shard(of_keys, alone), shard(of_rows, alone));
+    const GradientResult<float> wanted =
+        go_back(alone, all, shard(of_keys, alone), shard(of_rows, alone), one, "gather-states", 1);
+    for (const Form& form : all_forms(ranks)) {
+      const std::string strategy = form.strategy;
+      if (!keeps_order(form, ranks)) continue;
+      if (form.replicated && of_rows.layout != Layout::contiguous) continue;
+      const bool keys_travel = strategy == "gather-kv" || strategy == "heads";
+      if (keys_travel && of_keys.layout != Layout::contiguous) continue;
+      SCOPED_TRACE(form.name() + ", keys " + name(of_keys.layout) + ", rows " +
+                   name(of_rows.layout));
+      const Shard keys = shard(of_keys, world);
+      const Shard rows = form.replicated ? kReplicated : shard(of_rows, world);
+      RankProblem own(one, keys, rows), with_another(two, keys, rows);
+      const GradientResult<float> part = own.part_of(wanted);
+      const GradientResult<float> found = go_back(world, own, keys, rows, one, strategy, 1);
+      EXPECT_TRUE(begins_as(found.dq, part.dq) && begins_as(found.dk, part.dk) &&
+                  begins_as(found.dv, part.dv) && begins_as(found.dsinks, part.dsinks));
+      const GradientResult<float> more = go_back(world, with_another, keys, rows, two, strategy, 2);
+      EXPECT_TRUE(begins_as(more.dq, part.dq) && begins_as(more.dk, part.dk) &&
+                  begins_as(more.dv, part.dv));
+    }
+  }
+}
+
+TEST(Gradients, WithoutAnOrderAreRefusedForInvariant) {
+  Small s;  // with zigzag rows
+  const int ranks = s.world.size();
+  if (ranks == 1) GTEST_SKIP() << "one rank has one order";
+  const bool divides = kVirtualRanks % ranks == 0;
+  Options o = s.options;
+  o.invariant = true;
+  const auto refusal = [&] { return told([&] { Attention(s.world, o); }); };
+  using ::testing::HasSubstr;
+  EXPECT_THAT(refusal(), HasSubstr(divides ? "zigzag queries" : "contiguous keys"));
+  o.keys.layout = Layout::striped;
+  EXPECT_THAT(refusal(), HasSubstr("striped keys"));
+  o.keys = *o.queries = {};
+  o.strategy = "ring-kv";
+  EXPECT_THAT(refusal(), HasSubstr(divides ? "ring-kv: its gradients" : "divides 64"));
+  o.strategy = "heads";
+  o.kv_heads = 1;
+  EXPECT_THAT(refusal(), HasSubstr(divides ? "1 kv heads" : "divides 64"));
+}
+
 /// The memory that gradients add to a layer is that of the table of costs, but for the scratch of
 /// the kernels.
 TEST(Gradients, TakeTheMemoryThatIsForecast) {
@@ -500,11 +591,14 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
       const auto taken = static_cast<double>(Attention(world, o).workspace_bytes());
       return std::pair(taken, cost_of(o, world.size(), size).workspace_bytes);
     };
-    const auto [with, with_wanted] = bytes(true);
-    const auto [without, without_wanted] = bytes(false);
-    constexpr double kScratch = 1 << 20;
-    EXPECT_NEAR(with - without, with_wanted - without_wanted,
-                0.01 * (with_wanted - without_wanted) + kScratch);
+    for (const bool invariant : {false, keeps_order(form, world.size())}) {
+      o.invariant = invariant;
+      const auto [with, with_wanted] = bytes(true);
+      const auto [without, without_wanted] = bytes(false);
+      constexpr double kScratch = 1 << 20;
+      EXPECT_NEAR(with - without, with_wanted - without_wanted,
+                  0.01 * (with_wanted - without_wanted) + kScratch);
+    }
   }
 }
 

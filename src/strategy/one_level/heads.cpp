@@ -104,6 +104,11 @@ std::string refusal(const Options& o, int ranks) {
   if (std::string why = refuse_head_exchange(o, ranks); !why.empty()) return why;
   if (o.exchange == Exchange::peer_buffers_apart)
     return fmt::format("it sends rows, and does not take exchange {}", name(o.exchange));
+  if (o.gradients && o.invariant && o.kv_heads < ranks)
+    return fmt::format(
+        "{} ranks share {} kv heads, and add up the gradients of one in an order of their own "
+        "(invariant)",
+        ranks, o.kv_heads);
   if (o.results.part == ResultPart::heads && !are_result_heads(o.heads, o.kv_heads, ranks))
     return fmt::format(
         "results by heads of {} heads and {} kv heads on {} ranks cut through groups "

@@ -5,6 +5,7 @@
 
 #include "src/arguments/tensor_checks.hpp"
 #include "src/base/at.hpp"
+#include "src/strategy/shared/rank_fold.hpp"
 
 namespace longspan {
 namespace {
@@ -94,8 +95,10 @@ void GradientMemory::begin(const Pass& pass, const GradientArgs& args) const {
   layer_.kernels.row_terms(p, run.stream);
   if (args.dsinks)
     layer_.kernels.sink_gradients({.batch = pass.attend.batch,
+                                   .queries = pass.attend.queries,
                                    .tokens = p.tokens,
                                    .heads = p.heads,
+                                   .invariant = pass.attend.invariant,
                                    .sinks = run.arrays.sinks,
                                    .terms = terms_,
                                    .to = sink_part(layer_.comm.rank())},
@@ -142,12 +145,12 @@ float* GradientMemory::sink_part(int rank) const {
   return reinterpret_cast<float*>(sinks_ + rank * sink_bytes(layer_));
 }
 
-/// Leaves their sum, in the order of the ranks, in the part of rank 0.
-void GradientMemory::add_up_sinks(Stream stream) const {
+float* GradientMemory::add_up_sinks(Stream stream) const {
   const std::int64_t bytes = sink_bytes(layer_);
   layer_.comm.all_gather(sink_part(layer_.comm.rank()), sinks_, at(bytes), stream,
                          "backward, gather of dsinks");
-  for (int p = 1; p < layer_.comm.size(); ++p) add(sinks_, sink_part(p), bytes, stream);
+  return reinterpret_cast<float*>(RankFold(layer_.comm.size(), *layer_.options.queries)(
+      [&](int rank) { return sinks_ + rank * bytes; }, layer_.kernels, bytes, stream));
 }
 
 void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const {
@@ -204,9 +207,9 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
 /// Parts of the gradients of sinks are gathered from all ranks if rows are sharded.
 void GradientMemory::store_sinks(const Run& run, const GradientArgs& args) const {
   const bool sharded = layer_.options.queries && layer_.comm.size() > 1;
-  if (sharded) add_up_sinks(run.stream);
+  float* const sums = sharded ? add_up_sinks(run.stream) : sink_part(layer_.comm.rank());
   kernels::StoreGradientParams store;
-  store.sums = {sink_part(sharded ? 0 : layer_.comm.rank()), 1, layer_.bounds.heads};
+  store.sums = {sums, 1, layer_.bounds.heads};
   store.count = 1;
   store.dtype = args.dsinks.dtype;
   store.to = kernels::Rows{args.dsinks.data};

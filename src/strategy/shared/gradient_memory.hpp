@@ -67,7 +67,8 @@ class GradientMemory {
   std::int64_t k_bytes(std::int64_t rows) const;
   /// This rank's part of the gradients of sinks, [heads] padded.
   float* sink_part(int rank) const;
-  void add_up_sinks(Stream stream) const;
+  /// Gathers all parts, and returns their sum.
+  float* add_up_sinks(Stream stream) const;
 
   LayerContext layer_;
   const TravellingKeys& keys_;

@@ -9,7 +9,9 @@ GradientRing::GradientRing(const LayerContext& layer, const char* blocks)
       block_steps_(1),
       result_steps_(1),
       route_(layer.comm.size()),
-      underway_(layer.comm.size()) {
+      underway_(layer.comm.size()),
+      returned_(layer),
+      with_guests_(layer) {
   for (int s = 1; s < ranks(); ++s) {
     const auto step = [&](const char* what) {
       return fmt::format("backward, ring of {}, step {} of {}", what, s, ranks() - 1);
@@ -19,10 +21,21 @@ GradientRing::GradientRing(const LayerContext& layer, const char* blocks)
   }
 }
 
-void GradientRing::lay_out(Parts& memory, std::int64_t bytes) {
+double GradientRing::workspace_bytes(const Options& options, int ranks, double guest,
+                                     double staying) {
+  return kSlots * guest +
+         (options.invariant ? RankParts::workspace_bytes(ranks, guest + staying) : kSlots * guest);
+}
+
+void GradientRing::lay_out(Parts& memory, std::int64_t guest, std::int64_t staying) {
   if (ranks() == 1) return;
-  for (auto* slots : {&leaving_, &arriving_})
-    for (std::byte*& sums : *slots) sums = memory.take(static_cast<std::size_t>(bytes));
+  const auto take_slots = [&](std::array<std::byte*, kSlots>& slots) {
+    for (std::byte*& sums : slots) sums = memory.take(static_cast<std::size_t>(guest));
+  };
+  take_slots(leaving_);
+  if (!keeps()) return take_slots(arriving_);
+  returned_.lay_out(memory, guest);
+  with_guests_.lay_out(memory, staying);
 }
 
 comm::Transfers GradientRing::start(std::span<const comm::Piece> pieces, const Move& move,
@@ -33,8 +46,7 @@ comm::Transfers GradientRing::start(std::span<const comm::Piece> pieces, const M
 
 comm::Transfers GradientRing::start_sums(const Move& move, std::size_t sent, std::size_t received,
                                          Stream stream) const {
-  const comm::Piece sums{leaving(move.slot), sent, arriving_[static_cast<std::size_t>(move.slot)],
-                         received};
+  const comm::Piece sums{leaving(move.slot), sent, arriving(move), received};
   const auto step = static_cast<std::size_t>(ranks() - move.distance);
   return layer_.comm.start_shifts({&sums, 1}, move.distance, stream, result_steps_[step].c_str());
 }

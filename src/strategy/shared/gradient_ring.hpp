@@ -1,5 +1,8 @@
 // The ring of a backward: blocks go round, a rank attends to one while the next arrives, and the
 // fp32 gradients of a guest return to its rank.
+//
+// A rank adds up gradients as they come, in the order of the ring's steps. Under
+// Options::invariant it keeps those of each other rank, and folds them at the end (rank_fold.hpp).
 #pragma once
 
 #include <array>
@@ -11,6 +14,7 @@
 
 #include "src/base/parts.hpp"
 #include "src/strategy/route.hpp"
+#include "src/strategy/shared/rank_fold.hpp"
 #include "src/strategy/shared/walk.hpp"
 #include "src/strategy/strategy.hpp"
 
@@ -23,8 +27,18 @@ class GradientRing {
   /// `blocks` names in errors what goes round.
   GradientRing(const LayerContext& layer, const char* blocks);
 
-  /// Takes memory for sums of up to `bytes` bytes, on several ranks.
-  void lay_out(Parts& memory, std::int64_t bytes);
+  /// The bytes of its memory. `guest` are those of the sums of a block that goes round, `staying` of
+  /// what it meets.
+  static double workspace_bytes(const Options& options, int ranks, double guest, double staying);
+  /// Takes memory for sums of up to such sizes, on several ranks.
+  void lay_out(Parts& memory, std::int64_t guest, std::int64_t staying);
+
+  /// Whether the gradients of each other rank are kept apart.
+  bool keeps() const { return layer_.options.invariant && ranks() > 1; }
+  /// If so: those of this rank's block, which ranks return, and those of what stays here, which
+  /// this rank makes with each guest.
+  const RankParts& returned() const { return returned_; }
+  const RankParts& with_guests() const { return with_guests_; }
 
   /// The rank that is so far away.
   int rank_at(int distance) const { return (rank() + distance + ranks()) % ranks(); }
@@ -51,7 +65,11 @@ class GradientRing {
   }
 
   std::byte* leaving(int slot) const { return leaving_[static_cast<std::size_t>(slot)]; }
-  const std::byte* arrived(int slot) const { return arriving_[static_cast<std::size_t>(slot)]; }
+  /// Where a move's results arrive.
+  std::byte* arriving(const Move& move) const {
+    return keeps() ? returned_.of(rank_at(-move.distance))
+                   : arriving_[static_cast<std::size_t>(move.slot)];
+  }
 
   /// Walks the ring, or with one rank visits its own block and finishes.
   void walk(const Pass& pass, const IsWanted& is_wanted, Visitor& visitor);
@@ -67,7 +85,8 @@ class GradientRing {
   Route route_;                                          // of the current run
   Underway underway_;
   std::array<std::byte*, kSlots> leaving_{};   // sums of guests
-  std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks
+  std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks, unless kept
+  RankParts returned_, with_guests_;
 };
 
 }  // namespace longspan

@@ -183,6 +183,10 @@ Gradients HeadGradients::attend(const Pass& pass, const Tensor& dout) const {
       count += exchange_.keys().rows_of(pass.run, rank);
     return std::min(count, most_whole_keys(layer_));
   }();
+  if (gathers_rows()) {  // all rows are here, and fold as those of one rank
+    const Shard& rows = pass.run.arrays.queries;
+    p.queries = {.layout = rows.layout, .length = rows.length, .block = rows.block};
+  }
   p.dq = {floats(dq_), p.tokens * (p.heads / p.kv_heads), p.head_dim};
   p.dk = {floats(dk_), keys, p.head_dim};
   p.dv = {floats(dv_), keys, p.value_dim};

@@ -27,8 +27,8 @@ class KeyGradients::Backward final : public Visitor {
     const bool is_own = step.guest == Step::kOwn;
     GradientMemory::KeySums sums = g_.memory_.own_keys(run);
     const std::int64_t* starts = g_.memory_.own_key_starts();
+    const int owner = g_.ring_.rank_at(-step.guest);
     if (!is_own) {
-      const int owner = g_.ring_.rank_at(-step.guest);
       const KeyBlock& block = g_.guests_[at(step.slot)];
       g_.keys_.find_starts(run, owner, block);
       g_.keys_.attend_to(pass_, block, g_.keys_.shard_of(run, owner, block));
@@ -37,18 +37,40 @@ class KeyGradients::Backward final : public Visitor {
     }
     kernels::GradientParams p = g_.memory_.params(pass_, args_);
     g_.memory_.give_key_sums(p, sums, starts);
-    p.resume_rows = !is_own;
+    const bool apart = g_.ring_.keeps() && !is_own;
+    if (apart) p.dq = g_.memory_.row_sums(g_.ring_.with_guests().of(owner), p.tokens);
+    p.resume_rows = !is_own && !apart;
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
   }
 
   void arrived(const Move& move) override {
-    if (move.what != Move::results || !move.receives) return;
+    if (move.what != Move::results || !move.receives || g_.ring_.keeps()) return;
     const GradientMemory::KeySums own = g_.memory_.own_keys(pass_.run);
-    g_.memory_.add(own.data, g_.ring_.arrived(move.slot), g_.memory_.key_sum_bytes(own.rows),
+    g_.memory_.add(own.data, g_.ring_.arriving(move), g_.memory_.key_sum_bytes(own.rows),
                    pass_.run.stream);
   }
 
-  void finish() override { g_.memory_.finish(pass_, args_, pass_.attend.tokens); }
+  void finish() override {
+    if (g_.ring_.keeps()) fold();
+    g_.memory_.finish(pass_, args_, pass_.attend.tokens);
+  }
+
+  /// Folds the gradients that were kept apart: of own keys over the rows of all ranks, and of own
+  /// rows over their keys.
+  void fold() const {
+    const Run& run = pass_.run;
+    const Options& options = g_.layer_.options;
+    const int rank = g_.layer_.comm.rank();
+    const GradientMemory::KeySums keys = g_.memory_.own_keys(run);
+    g_.ring_.returned().fold(
+        *options.queries, keys.data, g_.memory_.key_sum_bytes(keys.rows),
+        [&](int other) { return g_.keys_.are_seen(run, other, rank); }, run.stream);
+    const std::int64_t rows = pass_.attend.tokens;
+    g_.ring_.with_guests().fold(
+        options.keys, reinterpret_cast<std::byte*>(g_.memory_.own_rows(rows).data),
+        g_.memory_.row_sum_bytes(rows),
+        [&](int other) { return g_.keys_.are_seen(run, rank, other); }, run.stream);
+  }
 
  private:
   const KeyGradients& g_;
@@ -65,27 +87,32 @@ double KeyGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double own = GradientMemory::workspace_bytes(options, ranks, size);
   if (ranks == 1) return own;
   const double keys = most_keys_of_a_rank(options.keys, size.keys, ranks);
-  return own + 2 * GradientRing::kSlots * GradientMemory::key_sum_bytes(options, keys) +
+  const double rows = options.queries ? size.most_tokens : size.tokens;
+  return own +
+         GradientRing::workspace_bytes(options, ranks, GradientMemory::key_sum_bytes(options, keys),
+                                       GradientMemory::row_sum_bytes(options, rows)) +
          (1 + GradientRing::kSlots) * keys * key_row_bytes(options);
 }
 
-/// Everything travels beside an attention but the gradients of the last guest.
+/// Everything travels beside an attention but the gradients of the last guest. Under invariant the
+/// gradients of rows add up apart too.
 BackwardCost KeyGradients::cost(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients || ranks == 1) return {};
   const double keys = size.keys / ranks, others = ranks - 1;
   const double sums = GradientMemory::key_sum_bytes(options, keys);
   const double received = others * (keys * key_row_bytes(options) + sums);
+  const double rows = GradientMemory::row_sum_bytes(options, size.most_tokens);
   return {.received_bytes = received,
           .overlapped_bytes = received - sums,
           .messages = 2,
           .calls = static_cast<double>(ranks),
-          .copied_bytes = others * sums};
+          .copied_bytes = others * (sums + (options.invariant ? rows : 0))};
 }
 
 void KeyGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = keys_.block_rows();
-  ring_.lay_out(memory, memory_.key_sum_bytes(rows));
+  ring_.lay_out(memory, memory_.key_sum_bytes(rows), memory_.row_sum_bytes(layer_.bounds.tokens));
   if (layer_.comm.size() == 1) return;
   for (KeyBlock& guest : guests_) guest = keys_.take_block(memory, rows);
   copy_ = keys_.take_block(memory, rows);

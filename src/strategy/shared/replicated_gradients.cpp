@@ -1,11 +1,12 @@
 #include "src/strategy/shared/replicated_gradients.hpp"
 
 #include "src/base/divided_up.hpp"
+#include "src/strategy/shared/rank_fold.hpp"
 
 namespace longspan {
 namespace {
 
-constexpr std::int64_t kWord = 16;  // bytes; shares are whole words
+constexpr std::int64_t kWord = 64;  // bytes; shares are whole words, which sums have
 
 std::int64_t share_of(std::int64_t bytes, std::int64_t ranks) {
   return divided_up(bytes, ranks * kWord) * kWord;
@@ -58,9 +59,9 @@ void ReplicatedGradients::add_up(const Pass& pass, std::byte* parts, std::int64_
   const std::int64_t share = share_bytes(rows);
   const auto bytes = static_cast<std::size_t>(share);
   layer_.comm.all_to_all(parts, arriving_, bytes, stream, "backward, exchange of dq", pass.digests);
-  for (int p = 1; p < layer_.comm.size(); ++p)
-    memory_.add(arriving_, arriving_ + p * share, share, stream);
-  layer_.comm.all_gather(arriving_, parts, bytes, stream, "backward, gather of dq");
+  const std::byte* const sum = RankFold(layer_.comm.size(), layer_.options.keys)(
+      [&](int rank) { return arriving_ + rank * share; }, layer_.kernels, share, stream);
+  layer_.comm.all_gather(sum, parts, bytes, stream, "backward, gather of dq");
 }
 
 }  // namespace longspan

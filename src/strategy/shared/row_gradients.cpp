@@ -44,19 +44,43 @@ class RowGradients::Backward final : public Visitor {
       p.dout = {guest.dout, std::int64_t{bounds.heads} * bounds.value_dim, bounds.value_dim};
       p.terms = guest.terms;
       p.dq = g_.memory_.row_sums(g_.ring_.leaving(step.result_slot), p.tokens);
-      p.resume_keys = true;
+      p.resume_keys = !g_.ring_.keeps();
+      if (g_.ring_.keeps())
+        g_.memory_.give_key_sums(p,
+                                 {g_.ring_.with_guests().of(owner), g_.memory_.own_keys(run).rows},
+                                 g_.memory_.own_key_starts());
     }
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
   }
 
   void arrived(const Move& move) override {
-    if (move.what != Move::results || !move.receives) return;
+    if (move.what != Move::results || !move.receives || g_.ring_.keeps()) return;
     const std::int64_t rows = pass_.attend.tokens;
-    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.ring_.arrived(move.slot),
+    g_.memory_.add(g_.memory_.own_rows(rows).data, g_.ring_.arriving(move),
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
   }
 
-  void finish() override { g_.memory_.finish(pass_, args_, pass_.attend.tokens); }
+  void finish() override {
+    if (g_.ring_.keeps()) fold();
+    g_.memory_.finish(pass_, args_, pass_.attend.tokens);
+  }
+
+  /// Folds the gradients that were kept apart: of own rows over the keys of all ranks, and of own
+  /// keys over their rows.
+  void fold() const {
+    const Run& run = pass_.run;
+    const Options& options = g_.layer_.options;
+    const int rank = g_.layer_.comm.rank();
+    const std::int64_t rows = pass_.attend.tokens;
+    g_.ring_.returned().fold(
+        options.keys, reinterpret_cast<std::byte*>(g_.memory_.own_rows(rows).data),
+        g_.memory_.row_sum_bytes(rows), [&](int other) { return g_.is_wanted(run, rank, other); },
+        run.stream);
+    const GradientMemory::KeySums keys = g_.memory_.own_keys(run);
+    g_.ring_.with_guests().fold(
+        *options.queries, keys.data, g_.memory_.key_sum_bytes(keys.rows),
+        [&](int other) { return g_.is_wanted(run, other, rank); }, run.stream);
+  }
 
  private:
   const RowGradients& g_;
@@ -81,11 +105,14 @@ double RowGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double dout = rows * options.heads * options.of_values() * 4.0;
   const double terms = rows * options.heads * sizeof(kernels::RowTerm);
+  const double keys = most_keys_of_a_rank(options.keys, size.keys, ranks);
   return own + dout + GradientRing::kSlots * (rows * query_row_bytes(options) + dout + terms) +
-         2 * GradientRing::kSlots * GradientMemory::row_sum_bytes(options, rows);
+         GradientRing::workspace_bytes(options, ranks, GradientMemory::row_sum_bytes(options, rows),
+                                       GradientMemory::key_sum_bytes(options, keys));
 }
 
 /// dout has the type of out. Everything travels beside an attention but the dq of the last guest.
+/// Under invariant the gradients of keys add up apart too.
 BackwardCost RowGradients::cost(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients || ranks == 1) return {};
   const double rows = options.queries ? size.most_tokens : size.tokens, others = ranks - 1;
@@ -93,18 +120,19 @@ BackwardCost RowGradients::cost(const Options& options, int ranks, const RunSize
       storage_of(options.dtypes.of_out()).bytes(std::int64_t{options.heads} * options.of_values()));
   const double terms = 1.0 * options.heads * sizeof(kernels::RowTerm);
   const double sums = GradientMemory::row_sum_bytes(options, rows);
+  const double keys = GradientMemory::key_sum_bytes(options, size.keys / ranks);
   const double received = others * (rows * (query_row_bytes(options) + dout + terms) + sums);
   return {.received_bytes = received,
           .overlapped_bytes = received - sums,
           .messages = 2,
           .calls = static_cast<double>(ranks),
-          .copied_bytes = others * sums};
+          .copied_bytes = others * (sums + (options.invariant ? keys : 0))};
 }
 
 void RowGradients::lay_out(Parts& memory) {
   memory_.lay_out(memory);
   const std::int64_t rows = layer_.bounds.tokens;
-  ring_.lay_out(memory, memory_.row_sum_bytes(rows));
+  ring_.lay_out(memory, memory_.row_sum_bytes(rows), memory_.key_sum_bytes(keys_.block_rows()));
   if (layer_.comm.size() == 1) return;
   packed_dout_ = memory.take(at(rows * dout_bytes(fp32)));
   for (Rows& guest : guests_)
@@ -120,10 +148,12 @@ void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   memory_.begin(pass, args);
   const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(pass, args);
   Backward visitor(*this, pass, args, own);
-  const auto is_wanted = [&](int rows, int keys) {
-    return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
-  };
-  ring_.walk(pass, is_wanted, visitor);
+  ring_.walk(
+      pass, [&](int rows, int keys) { return is_wanted(run, rows, keys); }, visitor);
+}
+
+bool RowGradients::is_wanted(const Run& run, int rows, int keys) const {
+  return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
 }
 
 RowGradients::Rows RowGradients::own_rows(const Pass& pass, const GradientArgs& args) const {

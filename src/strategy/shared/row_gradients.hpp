@@ -48,6 +48,8 @@ class RowGradients {
     return layer_.bounds.heads * static_cast<std::int64_t>(sizeof(kernels::RowTerm));
   }
 
+  /// Whether the rows of one rank go to the keys of another. All ranks give the same answer.
+  bool is_wanted(const Run& run, int rows, int keys) const;
   Rows own_rows(const Pass& pass, const GradientArgs& args) const;
 
   LayerContext layer_;

@@ -45,12 +45,17 @@ void GradientKernels::sink_gradients(const SinkGradientParams&, Stream) const {
 void GradientKernels::attend_gradients(const GradientParams&, Stream, const BetweenTiles&) const {
   refuse_gradients();
 }
+void GradientKernels::widen_gradients(const WidenGradientsParams&, Stream) const {
+  refuse_gradients();
+}
+void GradientKernels::clear_sums(float*, std::int64_t, Stream) const { refuse_gradients(); }
 void GradientKernels::add_sums(float*, const float*, std::int64_t, Stream) const {
   refuse_gradients();
 }
 void GradientKernels::add_sums(double*, const double*, std::int64_t, Stream) const {
   refuse_gradients();
 }
+void GradientKernels::turn_back_sums(const TurnBackParams&, Stream) const { refuse_gradients(); }
 void GradientKernels::store_gradients(const StoreGradientParams&, Stream) const {
   refuse_gradients();
 }

@@ -148,9 +148,15 @@ class GradientKernels {
   /// `between`, as in AttentionKernels::attend.
   virtual void attend_gradients(const GradientParams& params, Stream stream,
                                 const BetweenTiles& between = {}) const;
-  /// to += from, `count` floats of GradientSums.
+  /// Widens dout and dlse to fp32.
+  virtual void widen_gradients(const WidenGradientsParams& params, Stream stream) const;
+  /// Zeros in `count` floats.
+  virtual void clear_sums(float* sums, std::int64_t count, Stream stream) const;
+  /// to += from, `count` floats of GradientSums, a multiple of 16.
   virtual void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const;
   virtual void add_sums(double* to, const double* from, std::int64_t count, Stream stream) const;
+  /// Makes sums of gradients of rotated rows those of the rows before.
+  virtual void turn_back_sums(const TurnBackParams& params, Stream stream) const;
   /// Rounds sums of gradients, and stores them.
   virtual void store_gradients(const StoreGradientParams& params, Stream stream) const;
 };

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "kernels/attend_params.hpp"
+#include "kernels/params.hpp"
 #include "kernels/tensors.hpp"
 #include "longspan/types.hpp"
 
@@ -89,6 +90,14 @@ struct GradientSums {
   }
 };
 
+/// Where sums of the gradients of biases are added up, in fp32: they are never cleared here.
+struct BiasSums {
+  float* slopes = nullptr;        // [batch, heads], or [heads] for all sequences; null: not wanted
+  std::int64_t slope_stride = 0;  // from one sequence to the next; 0: [heads]
+  float* qq = nullptr;            // [width, width] of QqBias; null: not wanted
+  std::int64_t qq_stride = 0;     // from one row to the next
+};
+
 /// Adds up the gradients of a block of rows and a block of keys: those of AttendParams. Every row
 /// and key of the blocks is written, with zeros where nothing is seen. fp8 and pages are refused.
 struct GradientParams : AttendParams {
@@ -102,6 +111,26 @@ struct GradientParams : AttendParams {
                                                 // null: as in k and v
   bool resume_rows = false;                     // dq starts from what is there, otherwise from zero
   bool resume_keys = false;                     // the same for dk and dv
+  BiasSums biases;                              // slopes only with dq
+};
+
+/// Widens the gradients of the results of a batch to fp32, dense.
+struct WidenGradientsParams {
+  DType dtype = DType::fp32;  // of dout
+  std::int64_t tokens = 0;
+  int heads = 1;
+  int value_dim = 0;
+  TokenRows dout;           // [tokens, heads, value_dim]
+  TokenLse dlse;            // [tokens, heads]; null: zeros
+  float* to = nullptr;      // [tokens, heads, value_dim]
+  float* to_lse = nullptr;  // [tokens, heads]
+};
+
+/// Rotates sums of dq back: the gradients of rotated query rows become those of the rows before
+/// their rotation. Rows past the last sequence stay as they are.
+struct TurnBackParams {
+  RotateParams rows;  // as they were rotated; `from` and `to` are not used
+  GradientSums sums;  // [kv_heads, tokens * group, head_dim]
 };
 
 /// Rounds sums to their type and stores them.

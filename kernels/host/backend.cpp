@@ -1,6 +1,7 @@
 // The host as a device: it runs Highway tiles on its share of the process's threads.
 #include "kernels/backend.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <string>
@@ -77,6 +78,12 @@ class HostBackend final : public Backend {
     p.dtype == DType::fp64 ? host::attend_gradients_fp64(p, pool_, between)
                            : host::attend_gradients(p, pool_, between);
   }
+  void widen_gradients(const WidenGradientsParams& p, Stream) const override {
+    host::widen_gradients(p, pool_);
+  }
+  void clear_sums(float* sums, std::int64_t count, Stream) const override {
+    std::fill_n(sums, count, 0.0f);
+  }
   void add_sums(float* to, const float* from, std::int64_t count, Stream) const override {
     host::add_sums(to, from, count, pool_);
   }
@@ -85,6 +92,9 @@ class HostBackend final : public Backend {
   }
   void store_gradients(const StoreGradientParams& p, Stream) const override {
     p.dtype == DType::fp64 ? host::store_gradients_fp64(p, pool_) : host::store_gradients(p, pool_);
+  }
+  void turn_back_sums(const TurnBackParams& p, Stream) const override {
+    host::turn_back_sums(p, pool_);
   }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
   void write_run_digest(const RunDigestParams& p, Stream) const override {

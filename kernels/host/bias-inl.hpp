@@ -3,7 +3,8 @@
 //
 //     score += (slope * distance + qq[i][j]) * log2 e
 //
-// but a bias of -inf hides its key whatever the score was, NaN included.
+// but a bias of -inf hides its key whatever the score was, NaN included. Backward has the gradients
+// of slopes and qq_bias from here.
 #include "kernels/host/targets.hpp"
 
 #if defined(LONGSPAN_HOST_BIAS_INL) == defined(HWY_TARGET_TOGGLE)
@@ -58,7 +59,7 @@ class SegmentBias {
   /// Adds the biases to the scores of the tile's row `row` of a kv head. `keys` is aligned to 16.
   void add(int kv_head, int row, Range keys, float* scores) {
     const int group = p_.heads / p_.kv_heads;
-    const std::int64_t index = p_.query_index(tile_.sequence.index, (tile_.first + row) / group);
+    const std::int64_t index = index_of(row);
     const int head = static_cast<int>(kv_head * group + (tile_.first + row) % group);
     if (!in_32_bits_) return add_each(index, head, keys, scores);
     if (index != index_) {  // the heads of a group share a row of qq_bias
@@ -68,20 +69,9 @@ class SegmentBias {
     if (!p_.bias.slopes && !some_qq_) return;
     const int sequence = tile_.sequence.index;
     const float slope = p_.bias.slopes ? p_.bias.slopes.of(sequence, head) : 0.0f;
-    const bool by_query = p_.bias.alibi == Alibi::query, by_root = p_.bias.alibi == Alibi::sqrt;
     const Lanes d;
-    const hn::RebindToSigned<Lanes> integer;
-    const auto own = hn::Set(integer, static_cast<std::int32_t>(index));
     for (int j = keys.begin; j < keys.end; j += kLanes) {
-      auto distance = hn::Load(integer, column_ + j);
-      if (by_query) {
-        const auto ahead = hn::Sub(distance, own);
-        distance = hn::Min(ahead, hn::Neg(ahead));
-      }
-      if (by_root) distance = hn::Max(hn::Sub(own, distance), hn::Zero(integer));
-      auto steps = hn::ConvertTo(d, distance);
-      if (by_root) steps = hn::Neg(hn::Sqrt(steps));
-      auto bias = hn::Mul(hn::Set(d, slope), steps);
+      auto bias = hn::Mul(hn::Set(d, slope), distances(index, j));
       if (some_qq_) bias = hn::Add(bias, hn::Load(d, qq_ + j));
       bias = hn::Mul(bias, hn::Set(d, kLog2E));
       const auto hidden = hn::Eq(bias, hn::Set(d, -infinity()));
@@ -90,7 +80,74 @@ class SegmentBias {
     }
   }
 
+  /// The sum of a row's gradients of scores, `ds` [128], times the distances of its keys.
+  double slope_gradient(int row, Range keys, const float* ds) const {
+    const std::int64_t index = index_of(row);
+    if (!in_32_bits_) {
+      double sum = 0;
+      for_each_position(keys, [&](int j, std::int64_t position) {
+        const Sequence& s = tile_.sequence;
+        sum += double{ds[j]} * double{alibi_distance(p_.bias.alibi, s.context_len + index, position,
+                                                     s.context_len)};
+      });
+      return sum;
+    }
+    const Lanes d;
+    Vec sums[kLaneSums];
+    for (Vec& sum : sums) sum = hn::Zero(d);
+    for (int j = keys.begin; j < keys.end; j += 16)
+      for (int i = 0; i < kLaneSums; ++i) {
+        const int at = j + i * kLanes;
+        sums[i] = hn::MulAdd(hn::Load(d, ds + at), distances(index, at), sums[i]);
+      }
+    return double{sum_lanes(sums)};
+  }
+
+  /// Adds a row's gradients of scores to the entries of qq_bias that they had; `to` has rows of
+  /// `stride`.
+  void add_qq_gradient(int row, Range keys, const float* ds, float* to, std::int64_t stride) const {
+    const std::int64_t index = index_of(row), width = p_.bias.qq.width;
+    if (index >= width) return;
+    to += index * stride;
+    if (in_32_bits_) {
+      for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j)
+        if (column_[j] >= 0 && column_[j] < width) to[column_[j]] += ds[j];
+      return;
+    }
+    for_each_position(keys, [&](int j, std::int64_t position) {
+      const std::int64_t column = position - tile_.sequence.context_len;
+      if (column >= 0 && column < width) to[column] += ds[j];
+    });
+  }
+
  private:
+  /// The index of a row's query among those of its sequence.
+  std::int64_t index_of(int row) const {
+    return p_.query_index(tile_.sequence.index, (tile_.first + row) / (p_.heads / p_.kv_heads));
+  }
+
+  /// The distances of the segment's keys from j on that slopes multiply.
+  HWY_INLINE Vec distances(std::int64_t index, int j) const {
+    const bool by_query = p_.bias.alibi == Alibi::query, by_root = p_.bias.alibi == Alibi::sqrt;
+    const hn::RebindToSigned<Lanes> integer;
+    const auto own = hn::Set(integer, static_cast<std::int32_t>(index));
+    auto distance = hn::Load(integer, column_ + j);
+    if (by_query) {
+      const auto ahead = hn::Sub(distance, own);
+      distance = hn::Min(ahead, hn::Neg(ahead));
+    }
+    if (by_root) distance = hn::Max(hn::Sub(own, distance), hn::Zero(integer));
+    const auto steps = hn::ConvertTo(Lanes(), distance);
+    return by_root ? hn::Neg(hn::Sqrt(steps)) : steps;
+  }
+
+  template <class Visit>
+  void for_each_position(Range keys, const Visit& visit) const {
+    const Sequence& s = tile_.sequence;
+    for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j)
+      visit(j, s.shard.position(segment_.first + j, s.kv_len));
+  }
+
   /// Finds the query's row of qq_bias for the keys of the segment, with 0 for keys without an
   /// entry. Returns false if none has one.
   bool find_qq(std::int64_t index) {
@@ -127,11 +184,10 @@ class SegmentBias {
   /// Adds the biases one by one, for positions past 2^31.
   void add_each(std::int64_t index, int head, Range keys, float* scores) const {
     const Sequence& s = tile_.sequence;
-    for (int j = keys.begin; j < std::min(keys.end, segment_.keys); ++j) {
-      const std::int64_t position = s.shard.position(segment_.first + j, s.kv_len);
+    for_each_position(keys, [&](int j, std::int64_t position) {
       const float bias = p_.bias(s.index, head, s.context_len + index, position, s.context_len);
       scores[j] = bias == -infinity() ? bias : scores[j] + bias;
-    }
+    });
   }
 
   const Geometry& p_;

@@ -4,6 +4,10 @@
 // scores. The bits are the same: an element is the sum of its segments' sums in the order of the
 // keys, or of its tiles' sums in the order of the rows.
 //
+// The gradients of slopes are first added up over the keys of each row, in the pass that makes dq,
+// and then over the rows. Those of qq_bias have a pass of their own, by rows of the matrix, as all
+// sequences and heads share it.
+//
 // In the fixed order (`invariant`) the sums of virtual ranks (order.hpp) fold as a tree. There are
 // always two passes then.
 #include <algorithm>
@@ -29,6 +33,10 @@ std::size_t space_bytes(const GradientParams& p) {
   return (floats * 4 + 255) / 256 * 256;
 }
 
+std::size_t slope_bytes(const GradientParams& p) {
+  return static_cast<std::size_t>(p.tokens * p.heads) * sizeof(double);
+}
+
 class GradientRun {
  public:
   GradientRun(const GradientParams& p, ThreadPool& pool, const BetweenTiles& between)
@@ -40,6 +48,22 @@ class GradientRun {
         value_columns_(GradientSums::padded(p.value_dim)) {}
 
   void operator()() {
+    if (p_.biases.slopes != nullptr) std::fill_n(slope_rows(), p_.tokens * p_.heads, 0.0);
+    attend();
+    if (p_.biases.slopes != nullptr) add_up_slopes();
+    if (p_.biases.qq != nullptr)
+      pool_.run((qq_rows() + rows_of_item() - 1) / rows_of_item(),
+                [&](std::int64_t item, int thread) { take_qq(item * rows_of_item(), thread); });
+  }
+
+ private:
+  /// What the rows of a kv head get, from a sequence's first row on.
+  struct RowSums {
+    float* dq = nullptr;
+    double* slopes = nullptr;
+  };
+
+  void attend() const {
     const std::int64_t heads = std::int64_t{p_.batch.size} * p_.kv_heads;
     const bool both = p_.dq.data != nullptr && p_.dk.data != nullptr;
     if (both && !p_.invariant && shares_evenly(heads)) {
@@ -48,7 +72,7 @@ class GradientRun {
         const int kv_head = static_cast<int>(item % p_.kv_heads);
         clear_rows(s, kv_head);
         for (std::int64_t i = 0; i < segments_of(s.keys); ++i)
-          take_segment(s, kv_head, i, thread, dq_of(s, kv_head));
+          take_segment(s, kv_head, i, thread, {dq_of(s, kv_head), slopes_of(s, kv_head)});
       });
       return;
     }
@@ -57,8 +81,7 @@ class GradientRun {
       pool_.run(heads * each, [&](std::int64_t item, int thread) {
         const Sequence s(p_, static_cast<int>(item / each / p_.kv_heads));
         if (item % each < segments_of(s.keys))
-          take_segment(s, static_cast<int>(item / each % p_.kv_heads), item % each, thread,
-                       nullptr);
+          take_segment(s, static_cast<int>(item / each % p_.kv_heads), item % each, thread, {});
       });
     }
     if (p_.dq.data != nullptr) {
@@ -72,7 +95,6 @@ class GradientRun {
     }
   }
 
- private:
   /// Whether threads that each take whole heads wait little for the last one. A second pass costs 7
   /// products for 5.
   bool shares_evenly(std::int64_t heads) const {
@@ -118,6 +140,85 @@ class GradientRun {
   float* dq_of(const Sequence& s, int kv_head) const {
     return p_.dq.at(kv_head, s.first_row * group_);
   }
+  /// [kv_heads, tokens * group] dS times distances, added up over the keys of each row.
+  double* slope_rows() const {
+    return reinterpret_cast<double*>(p_.scratch +
+                                     static_cast<std::size_t>(pool_.size()) * space_bytes(p_));
+  }
+  /// Those of a sequence; null: not wanted.
+  double* slopes_of(const Sequence& s, int kv_head) const {
+    if (p_.biases.slopes == nullptr) return nullptr;
+    return slope_rows() + (kv_head * p_.tokens + s.first_row) * group_;
+  }
+  void add_up_slopes() const {
+    pool_.run(p_.heads, [&](std::int64_t head, int) {
+      const int kv_head = static_cast<int>(head) / group_;
+      double all = 0;
+      for (int b = 0; b < p_.batch.size; ++b) {
+        const Sequence s(p_, b);
+        const double* row = slopes_of(s, kv_head) + head % group_;
+        double sum = 0;
+        for (std::int64_t t = 0; t < s.query_len; ++t, row += group_) sum += *row;
+        if (p_.biases.slope_stride > 0)
+          p_.biases.slopes[b * p_.biases.slope_stride + head] += static_cast<float>(sum);
+        all += sum;
+      }
+      if (p_.biases.slope_stride == 0) p_.biases.slopes[head] += static_cast<float>(all);
+    });
+  }
+
+  /// The rows of qq_bias that queries have, and how many of them one thread takes at a time.
+  std::int64_t qq_rows() const {
+    std::int64_t most = 0;
+    for (int b = 0; b < p_.batch.size; ++b) most = std::max(most, p_.whole_query_len(b));
+    return std::min(most, p_.bias.qq.width);
+  }
+  std::int64_t rows_of_item() const { return std::max(1, kGradientRows / group_); }
+
+  /// The gradients of some rows of qq_bias, from `first` on.
+  void take_qq(std::int64_t first, int thread) const {
+    const GradientSpace own = space(thread);
+    for (int b = 0; b < p_.batch.size; ++b) {
+      const Sequence s(p_, b);
+      const auto row_of = [&](std::int64_t index) {  // the first that has at least this index
+        std::int64_t begin = 0, end = s.query_len;
+        while (begin < end) {
+          const std::int64_t middle = begin + (end - begin) / 2;
+          if (p_.query_index(b, middle) < index)
+            begin = middle + 1;
+          else
+            end = middle;
+        }
+        return begin * group_;
+      };
+      const std::int64_t begin = row_of(first), end = row_of(first + rows_of_item());
+      for (int kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
+        for (std::int64_t at = begin; at < end; at += kGradientRows)
+          take_qq_tile(tile(s, kv_head, at, end), own, thread);
+    }
+  }
+  void take_qq_tile(const Tile& of_rows, const GradientSpace& own, int thread) const {
+    const Sequence& s = of_rows.sequence;
+    PackedQueryRows rows;
+    pack_gradient_rows(p_, of_rows, own, rows);
+    for (std::int64_t i = 0; i < segments_of(s.keys); ++i) {
+      const Segment of_keys = segment(s, i);
+      if (!sees(of_rows, of_keys) || !has_qq(s, of_keys)) continue;
+      PackedKeyRows keys;
+      pack_gradient_keys(p_, s, of_rows.kv_head, of_keys, own, keys);
+      gradient_tile(p_, of_rows, rows, keys, own, {.qq = p_.biases.qq});
+      pause(thread);
+    }
+  }
+  /// Whether some key of a segment has a column in qq_bias.
+  bool has_qq(const Sequence& s, const Segment& keys) const {
+    for (int j = 0; j < keys.keys; ++j) {
+      const std::int64_t column = s.shard.position(keys.first + j, s.kv_len) - s.context_len;
+      if (column >= 0 && column < p_.bias.qq.width) return true;
+    }
+    return false;
+  }
+
   void clear_rows(const Sequence& s, int kv_head) const {
     if (!p_.resume_rows) std::fill_n(dq_of(s, kv_head), s.query_len * group_ * head_columns_, 0.0f);
   }
@@ -135,9 +236,10 @@ class GradientRun {
       }
   }
 
-  /// dk and dv of one segment, and its part of dq unless that is null.
+  /// dk and dv of one segment, and its part of what rows have: `rows_have` is of the sequence's
+  /// first row, null where it is not wanted.
   void take_segment(const Sequence& s, int kv_head, std::int64_t number, int thread,
-                    float* dq) const {
+                    const RowSums& rows_have) const {
     const GradientSpace own = space(thread);
     const std::int64_t k_floats = kSegment * head_columns_, v_floats = kSegment * value_columns_;
     PackedKeyRows keys;
@@ -173,9 +275,10 @@ class GradientRun {
         if (!sees(of_rows, keys.segment)) continue;
         PackedQueryRows rows;
         pack_gradient_rows(p_, of_rows, own, rows);
-        gradient_tile(p_, of_rows, rows, keys, own,
-                      dq == nullptr ? nullptr : dq + at * head_columns_, own.dk + level * k_floats,
-                      own.dv + level * v_floats);
+        TileSums sums{.dk = own.dk + level * k_floats, .dv = own.dv + level * v_floats};
+        if (rows_have.dq != nullptr) sums.dq = rows_have.dq + at * head_columns_;
+        if (rows_have.slopes != nullptr) sums.slopes = rows_have.slopes + at;
+        gradient_tile(p_, of_rows, rows, keys, own, sums);
         pause(thread);
       }
     });
@@ -205,12 +308,14 @@ class GradientRun {
     const auto fold = [&](int a, int b) {
       add_sums(own.dq + a * floats, own.dq + b * floats, used);
     };
-    const auto take = [&](std::int64_t number, float* sums) {
+    double* const slopes = slopes_of(s, kv_head);
+    const auto take = [&](std::int64_t number, float* dq) {
       const Segment of_keys = segment(s, number);
       if (!sees(of_rows, of_keys)) return;
       PackedKeyRows keys;
       pack_gradient_keys(p_, s, kv_head, of_keys, own, keys);
-      gradient_tile(p_, of_rows, rows, keys, own, sums, nullptr, nullptr);
+      gradient_tile(p_, of_rows, rows, keys, own,
+                    {.dq = dq, .slopes = slopes == nullptr ? nullptr : slopes + first});
       pause(thread);
     };
     if (!p_.invariant) {
@@ -246,7 +351,7 @@ class GradientRun {
 }  // namespace
 
 std::size_t gradient_scratch(const GradientParams& bounds, int threads) {
-  return threads * space_bytes(bounds);
+  return static_cast<std::size_t>(threads) * space_bytes(bounds) + slope_bytes(bounds);
 }
 
 void attend_gradients(const GradientParams& p, ThreadPool& pool, const BetweenTiles& between) {
@@ -264,6 +369,11 @@ void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool
     const std::int64_t first = begin * kFloats;
     add_sums(to + first, from + first, std::min(count, end * kFloats) - first);
   });
+}
+
+void widen_gradients(const WidenGradientsParams& p, ThreadPool& pool) {
+  pool.run_stretches(p.tokens,
+                     [&](std::int64_t begin, std::int64_t end) { widen_gradients(p, begin, end); });
 }
 
 void row_terms(const RowTermParams& p, ThreadPool& pool) {

@@ -103,31 +103,36 @@ class TileGradient {
         head_columns_(GradientSums::padded(p.head_dim)),
         value_columns_(GradientSums::padded(p.value_dim)) {}
 
-  void operator()(float* dq, float* dk, float* dv) {
+  void operator()(const TileSums& sums) {
     const Range any = aligned(visible_.keys(keys_.segment, 0, tile_.rows - 1));
     if (any.begin == any.end) return;
     SegmentBias bias(p_, tile_);
     if (p_.bias) bias.start(keys_.segment);
+    const bool of_biases = sums.slopes != nullptr || sums.qq != nullptr;
     for (int first = 0; first < tile_.rows; first += kBlockRows) {
       const int rows = std::min(kBlockRows, tile_.rows - first);
       const Range keys = aligned(visible_.keys(keys_.segment, first, first + rows - 1));
       if (keys.begin < keys.end) multiply_block_of_rows(first, rows, keys);
       for (int r = first; r < first + rows; ++r) {
-        if (keys.begin < keys.end) weigh(r, keys, bias);
+        if (keys.begin < keys.end) {
+          weigh(r, keys, bias, of_biases ? ds_ : nullptr);
+          if (sums.slopes != nullptr) sums.slopes[r] += bias.slope_gradient(r, keys, ds_);
+          if (sums.qq != nullptr) bias.add_qq_gradient(r, keys, ds_, sums.qq, p_.biases.qq_stride);
+        }
         fill_around(space_.weights + r * kSegment, keys, any);
         fill_around(space_.dx + r * kSegment, keys, any);
       }
-      if (dq == nullptr || keys.begin == keys.end) continue;
+      if (sums.dq == nullptr || keys.begin == keys.end) continue;
       add(keys_.finite, {space_.dx + first * kSegment + keys.begin, kSegment, 1},
           {space_.key_rows + keys.begin * head_columns_, head_columns_}, keys.end - keys.begin,
-          dq + first * head_columns_, rows, head_columns_);
+          sums.dq + first * head_columns_, rows, head_columns_);
     }
-    if (dk == nullptr) return;
+    if (sums.dk == nullptr) return;
     const int count = any.end - any.begin;
     add(rows_.finite, {space_.weights + any.begin, 1, kSegment}, {space_.dout, value_columns_},
-        tile_.rows, dv + any.begin * value_columns_, count, value_columns_);
+        tile_.rows, sums.dv + any.begin * value_columns_, count, value_columns_);
     add(rows_.finite, {space_.dx + any.begin, 1, kSegment}, {space_.q, head_columns_}, tile_.rows,
-        dk + any.begin * head_columns_, count, head_columns_);
+        sums.dk + any.begin * head_columns_, count, head_columns_);
   }
 
  private:
@@ -162,8 +167,8 @@ class TileGradient {
     }
   }
 
-  /// Turns a row's S into P, and its dP into dX.
-  void weigh(int r, Range keys, SegmentBias& bias) {
+  /// Turns a row's S into P, and its dP into dX; dS goes to `biased` [128], unless that is null.
+  void weigh(int r, Range keys, SegmentBias& bias, float* biased) {
     const Lanes d;
     const int group = p_.heads / p_.kv_heads;
     const std::int64_t row = tile_.first + r;
@@ -201,7 +206,10 @@ class TileGradient {
       Vec x = hn::Sub(hn::MulSub(score, times, lse), lse_low);
       x = hn::IfThenElse(hn::Gt(x, most), most, x);  // an lse that does not belong to the scores
       const Vec p = hn::IfThenElse(hn::Eq(score, minus_infinity), zero, exp2(x));
-      Vec dx = hn::Mul(hn::Mul(p, hn::Sub(hn::Load(d, ds + j), row_d)), scale);
+      const Vec of_score = hn::Mul(p, hn::Sub(hn::Load(d, ds + j), row_d));
+      if (biased != nullptr)
+        hn::Store(hn::IfThenElse(hn::Eq(p, zero), zero, of_score), d, biased + j);
+      Vec dx = hn::Mul(of_score, scale);
       if (capped) dx = hn::Mul(dx, hn::Load(d, slope + j));
       hn::Store(p, d, s + j);
       hn::Store(hn::IfThenElse(hn::Eq(p, zero), zero, dx), d, ds + j);
@@ -215,12 +223,12 @@ class TileGradient {
   const GradientSpace& space_;
   const VisibleRows<kGradientRows> visible_;
   const int head_columns_, value_columns_;
+  HWY_ALIGN float ds_[kSegment];  // of one row
 };
 
 void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
-                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
-                   float* dv) {
-  TileGradient(p, tile, rows, keys, space)(dq, dk, dv);
+                   const PackedKeyRows& keys, const GradientSpace& space, const TileSums& sums) {
+  TileGradient(p, tile, rows, keys, space)(sums);
 }
 
 /// Widens a row, and pads it to `columns` with zeros. Returns whether all of it is finite.
@@ -292,6 +300,17 @@ float dot(const float* a, const float* b, int n) {
   return sum_lanes(sums);
 }
 
+void widen_gradients(const WidenGradientsParams& p, std::int64_t begin, std::int64_t end) {
+  with_type(p.dtype, [&]<class T>(const T*) {
+    for (std::int64_t token = begin; token < end; ++token)
+      for (int head = 0; head < p.heads; ++head) {
+        const std::int64_t row = token * p.heads + head;
+        widen(p.dout.at<T>(token, head), p.value_dim, p.to + row * p.value_dim);
+        p.to_lse[row] = p.dlse.data != nullptr ? *p.dlse.at(token, head) : 0.0f;
+      }
+  });
+}
+
 void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
   HWY_ALIGN float out[kMaxHeadDim + 16], dout[kMaxHeadDim + 16];
   const int columns = GradientSums::padded(p.value_dim);
@@ -323,9 +342,13 @@ void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t beg
       const float* const from = p.sums.at(kv_head, row);
       T* const to = p.to.at<T>(row / p.group, kv_head * p.group + row % p.group);
       if (p.accumulate) {
-        HWY_ALIGN float old[kMaxHeadDim];
-        widen(to, p.sums.dim, old);
-        for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(old[c] + from[c], type);
+        HWY_ALIGN float old[kPanel];
+        for (int first = 0; first < p.sums.dim; first += kPanel) {
+          const int count = std::min(kPanel, p.sums.dim - first);
+          widen(to + first, count, old);
+          for (int c = 0; c < count; ++c)
+            to[first + c] = from_float(old[c] + from[first + c], type);
+        }
       } else {
         // Which of the zeros a sum is must not depend on the zeros that were added to it.
         for (int c = 0; c < p.sums.dim; ++c) to[c] = from_float(from[c] + 0.0f, type);
@@ -345,13 +368,13 @@ HWY_EXPORT(gradient_tile);
 HWY_EXPORT(pack_gradient_keys);
 HWY_EXPORT(pack_gradient_rows);
 HWY_EXPORT(add_sums);
+HWY_EXPORT(widen_gradients);
 HWY_EXPORT(row_terms);
 HWY_EXPORT(store_gradients);
 
 void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
-                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
-                   float* dv) {
-  HWY_DYNAMIC_DISPATCH(gradient_tile)(p, tile, rows, keys, space, dq, dk, dv);
+                   const PackedKeyRows& keys, const GradientSpace& space, const TileSums& sums) {
+  HWY_DYNAMIC_DISPATCH(gradient_tile)(p, tile, rows, keys, space, sums);
 }
 void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
                         const Segment& segment, const GradientSpace& space, PackedKeyRows& packed) {
@@ -362,6 +385,9 @@ void pack_gradient_rows(const GradientParams& p, const Tile& tile, const Gradien
   HWY_DYNAMIC_DISPATCH(pack_gradient_rows)(p, tile, space, packed);
 }
 void add_sums(float* a, const float* b, std::int64_t n) { HWY_DYNAMIC_DISPATCH(add_sums)(a, b, n); }
+void widen_gradients(const WidenGradientsParams& p, std::int64_t begin, std::int64_t end) {
+  HWY_DYNAMIC_DISPATCH(widen_gradients)(p, begin, end);
+}
 void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
   HWY_DYNAMIC_DISPATCH(row_terms)(p, begin, end);
 }

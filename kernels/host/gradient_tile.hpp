@@ -69,14 +69,24 @@ void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
 void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
                         PackedQueryRows& packed);
 
-/// Adds the products of the packed tile and segment to dq [rows, padded head_dim], dk
-/// [128, padded head_dim] and dv [128, padded value_dim]; null: not wanted.
+/// Where the sums of a tile and a segment go; null: not wanted.
+struct TileSums {
+  float* dq = nullptr;       // [rows, padded head_dim]
+  float* dk = nullptr;       // [128, padded head_dim], with dv
+  float* dv = nullptr;       // [128, padded value_dim]
+  double* slopes = nullptr;  // [rows] of dS times the distances of ALiBi
+  float* qq = nullptr;       // [width, GradientParams::biases.qq_stride] of dS
+};
+
+/// Adds the products of the packed tile and segment.
 void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
-                   const PackedKeyRows& keys, const GradientSpace& space, float* dq, float* dk,
-                   float* dv);
+                   const PackedKeyRows& keys, const GradientSpace& space, const TileSums& sums);
 
 /// a += b, n floats; n is a multiple of 16.
 void add_sums(float* a, const float* b, std::int64_t n);
+
+/// Widens rows [begin, end) of dout and dlse.
+void widen_gradients(const WidenGradientsParams& p, std::int64_t begin, std::int64_t end);
 
 /// Computes the terms of rows [begin, end).
 void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end);

@@ -24,6 +24,7 @@ std::size_t fp64_scratch(const AttendParams& bounds, int threads);
 std::size_t gradient_scratch(const GradientParams& bounds, int threads);
 void attend_gradients(const GradientParams& params, ThreadPool& pool, const BetweenTiles& between);
 void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool);
+void widen_gradients(const WidenGradientsParams& params, ThreadPool& pool);
 void row_terms(const RowTermParams& params, ThreadPool& pool);
 /// The same of products of fp64.
 void attend_gradients_fp64(const GradientParams& params, ThreadPool& pool,
@@ -34,6 +35,7 @@ void row_terms_fp64(const RowTermParams& params, ThreadPool& pool);
 void store_gradients_fp64(const StoreGradientParams& params, ThreadPool& pool);
 void sink_gradients(const SinkGradientParams& params, ThreadPool& pool);
 void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
+void turn_back_sums(const TurnBackParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);

@@ -1,4 +1,5 @@
-// The rotations of one position (longspan/rope.hpp), made once for all heads of a row.
+// The rotations of one position (longspan/rope.hpp), made once for all heads of a row, and the way
+// back, by the transpose.
 #pragma once
 
 #include <array>
@@ -21,6 +22,18 @@ class Rotations {
     if (d >= rope_.dim) return own;
     const float partner = load_element(data, dtype, row + rope_.partner(d));
     return rope_.rotated(d, own, partner, by_[rope_.pair(d)]);
+  }
+
+  /// Turns the gradient of a rotated row into that of the row before its rotation, in place.
+  void turn_back(float* gradient) const {
+    for (int d = 0; d < rope_.dim; ++d) {
+      if (!rope_.is_first(d)) continue;
+      float &x = gradient[d], &y = gradient[rope_.partner(d)];
+      const Rotation by = by_[rope_.pair(d)];
+      const float before = x * by.cos + y * by.sin;
+      y = y * by.cos - x * by.sin;
+      x = before;
+    }
   }
 
  private:

@@ -1,5 +1,5 @@
 // Computes positions of rows: the small index kernels of sharded queries, packed keys and split
-// contexts; and rotates rows by their positions.
+// contexts; and rotates rows by their positions, and their gradients back.
 #include <algorithm>
 #include <cstring>
 
@@ -60,6 +60,17 @@ void rotate_rows(const RotateParams& p, ThreadPool& pool) {
       default:
         return rotate_row<DType::bf16>(p, by, token);
     }
+  });
+}
+
+void turn_back_sums(const TurnBackParams& p, ThreadPool& pool) {
+  const int group = p.rows.geometry.heads / p.rows.geometry.kv_heads;
+  pool.run(p.rows.geometry.tokens, [&](std::int64_t token, int) {
+    const int b = sequence_of_row(p.rows.geometry.batch, token);
+    if (b < 0) return;
+    const Rotations by(p.rows.rope, p.rows.position(b, token));
+    for (int kv_head = 0; kv_head < p.rows.geometry.kv_heads; ++kv_head)
+      for (int h = 0; h < group; ++h) by.turn_back(p.sums.at(kv_head, token * group + h));
   });
 }
 

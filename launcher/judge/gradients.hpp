@@ -46,6 +46,22 @@ Real dot_product(const A& a, const B& b) {
   return sum;
 }
 
+/// Rotates a row by RoPE, or turns the gradient of a rotated row into that of the row before, by
+/// the transpose. `cos_sin(i)` is the cosine and the sine of pair i.
+template <class Real, class CosSin>
+void rotate(VectorOf<Real>& row, const RopeOptions& rope, const CosSin& cos_sin, bool back) {
+  for (int i = 0; i < rope.dim / 2; ++i) {
+    Real& x = row[rope.interleaved ? 2 * i : i];
+    Real& y = row[rope.interleaved ? 2 * i + 1 : rope.dim / 2 + i];
+    const auto by = cos_sin(i);
+    const auto cos = static_cast<Real>(by.first),
+               sin = static_cast<Real>(back ? -by.second : by.second);
+    const Real turned = x * cos - y * sin;
+    y = x * sin + y * cos;
+    x = turned;
+  }
+}
+
 /// The results of a row, as backward is given them.
 template <class Real>
 struct RowResult {

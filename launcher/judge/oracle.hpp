@@ -78,15 +78,19 @@ void rotate_exactly(Eigen::Ref<Eigen::VectorXd> row, const RopeOptions& rope,
   }
 }
 
-/// The same by the angles of a position. A long double keeps those of large positions.
+/// The cosine and the sine of a pair at a position. A long double keeps those of large positions.
+inline std::pair<double, double> cos_sin_of(const RopeOptions& rope, std::int64_t position,
+                                            int pair) {
+  const long double power = -2.0L * pair / rope.dim;
+  const long double angle = static_cast<long double>(position) / rope.scale *
+                            std::pow(static_cast<long double>(rope.base), power);
+  return {static_cast<double>(std::cos(angle)), static_cast<double>(std::sin(angle))};
+}
+
+/// The same by the angles of a position.
 inline void rotate_exactly(Eigen::Ref<Eigen::VectorXd> row, const RopeOptions& rope,
                            std::int64_t position) {
-  rotate_exactly(row, rope, [&](int i) {
-    const long double power = -2.0L * i / rope.dim;
-    const long double angle = static_cast<long double>(position) / rope.scale *
-                              std::pow(static_cast<long double>(rope.base), power);
-    return std::pair(static_cast<double>(std::cos(angle)), static_cast<double>(std::sin(angle)));
-  });
+  rotate_exactly(row, rope, [&](int i) { return cos_sin_of(rope, position, i); });
 }
 
 struct Exact {

@@ -15,7 +15,7 @@ TYPE_CHECKING = False  # as type checkers read it; importing typing would double
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
-    from ._types import Alibi, Alignment, Array, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
+    from ._types import Alibi, Alignment, Array, Dout, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
 ALONE = object()  # as `comm`, where a function means one process and needs no warning
 
@@ -317,6 +317,10 @@ class Attention:
         fp8_products: on Hopper, long e4m3 queries may be multiplied without conversion.
         bf16_products: on CPUs, bfloat16 may be multiplied by the CPU's own instructions.
         gradients: allocate what backward needs, and take a strategy that has it; needs max_seqlen_k.
+        dout: what ranks that all have the queries give to backward: "replicated", the gradients of the
+            whole loss, the same on all ranks; or "partial", those of each rank's part of the loss, which
+            are added up in the order of the ranks.
+        max_qq_gradient: the greatest width of a qq_bias whose gradient is asked for; 0: it is not.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -342,7 +346,7 @@ class Attention:
                  invariant: bool = False, strategy: Strategy = "auto", exchange: Exchange = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0,
-                 gradients: bool = False):
+                 gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0):
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
@@ -355,7 +359,7 @@ class Attention:
             check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
-            gradients=gradients, causal_alignment=causal_alignment)
+            gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -394,23 +398,27 @@ class Attention:
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
-                 dv: Array | None = None, dsinks: Array | None = None, accumulate: bool = False,
+                 dv: Array | None = None, dsinks: Array | None = None,
+                 dalibi_slopes: Array | None = None, dqq_bias: Array | None = None, accumulate: bool = False,
                  causal: Numbers | None = None, cu_seqlens_q: Numbers | None = None,
                  cache_seqlens: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
                  documents: Numbers | None = None, cache_leftpad: Numbers | None = None,
-                 seqused_q: Numbers | None = None, seqused_k: Numbers | None = None, total_keys: int | None = None, total_queries: int | None = None,
+                 seqused_q: Numbers | None = None, seqused_k: Numbers | None = None,
+                 rotary_cos: Array | None = None, rotary_sin: Array | None = None,
+                 total_keys: int | None = None, total_queries: int | None = None,
                  key_table: Numbers | None = None, query_table: Numbers | None = None,
                  stream: Stream | None = None) -> Any:
         """The gradients of one run of a layer with gradients=True. Collective.
 
         The method starts from out and lse (FlashAttention-2, arXiv 2307.08691). Sums are float32,
         with one rounding at the end. The layer keeps nothing of a run, so several may await their
-        backward. Rows that see nothing, and keys that nobody sees, get 0.
+        backward. Rows that see nothing, and keys that nobody sees, get 0. With RoPE dq is the
+        gradient of q before its rotation, and dk that of k as the run took it: rotated.
 
         Args:
             dout: the gradient of out, in its shape; float32, float16 or bfloat16. If every rank has
-                all the queries, the same values on all ranks. In a layer of float64 all arrays are
+                all the queries, as the layer's `dout` says. In a layer of float64 all arrays are
                 float64, and so are the sums.
             q, k, v: as the run had them.
             out, lse: as the run returned them.
@@ -419,6 +427,8 @@ class Attention:
                 place of new ones. Keys past the sequences stay as they are; in new arrays they are 0.
             dsinks: [heads], an array for the gradient of the sinks, over the rows of all ranks; float32,
                 or as the sinks. None leaves it out.
+            dalibi_slopes, dqq_bias: the same for the gradients of alibi_slopes and qq_bias, in their
+                shapes; the latter for a layer with a max_qq_gradient.
             accumulate: add to what the arrays hold, before the rounding.
             causal and the others: as the run had them.
 
@@ -427,7 +437,7 @@ class Attention:
 
         Raises:
             UsageError: the layer was made without gradients, or ranks differ.
-            UnsupportedError: what has no gradient: fp8, pages, RoPE.
+            UnsupportedError: what has no gradient: fp8, pages, a cache that is appended to.
             InputError: arrays that do not fit; the message names the argument.
 
         >>> import numpy as np, longspan
@@ -447,13 +457,14 @@ class Attention:
             cache_seqlens = used_keys(k, cache_seqlens, seqused_k, None)
         return _core.backward_layer(
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
-            dsinks=dsinks, accumulate=accumulate, total_keys=total_keys, total_queries=total_queries,
-            cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
+            dsinks=dsinks, dalibi_slopes=dalibi_slopes, dqq_bias=dqq_bias, accumulate=accumulate,
+            total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
+            cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
             query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
             out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,
             cache_leftpad=cache_leftpad, seqused_q=seqused_q, cache_batch_idx=None, cu_seqlens_k_new=None,
             skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys, whole_queries=whole_queries,
-            contradiction=message, rotary_cos=None, rotary_sin=None)
+            contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

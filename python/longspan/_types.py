@@ -64,6 +64,7 @@ Strategy = Literal["auto", "gather-states", "gather-kv", "ring-kv", "scatter-sta
                    "heads+gather-states", "heads+gather-kv", "heads+ring-kv", "heads+scatter-states",
                    "heads+ring-q"]
 Alibi = Literal["query", "context", "sqrt"]
+Dout = Literal["replicated", "partial"]
 Alignment = Literal["lower_right", "upper_left"]
 Base = Literal["e", 2]
 Device = Literal["cpu", "cuda"]

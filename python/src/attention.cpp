@@ -21,11 +21,11 @@ namespace {
 
 /// Options that attend() finds by itself: from its arrays, or as flash-attention has them. Others
 /// keep their defaults.
-constexpr NameList kFound{"heads",        "kv_heads",     "head_dim",       "value_dim",
-                          "dtype",        "q_dtype",      "kv_dtype",       "out_dtype",
-                          "tf32",         "fp8_products", "bf16_products",  "alibi",
-                          "max_queries",  "max_batch",    "max_total_keys", "threads",
-                          "check_arrays", "profile",      "gradients"};
+constexpr NameList kFound{
+    "heads",       "kv_heads",  "head_dim",       "value_dim",    "dtype",         "q_dtype",
+    "kv_dtype",    "out_dtype", "tf32",           "fp8_products", "bf16_products", "alibi",
+    "max_queries", "max_batch", "max_total_keys", "threads",      "check_arrays",  "profile",
+    "gradients",   "dout",      "max_qq_gradient"};
 
 constexpr NameList kAttend = [] {
   NameList names = kRun;

@@ -24,7 +24,8 @@ namespace {
 
 constexpr NameList kBackward = [] {
   NameList names = kRun;
-  for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "dsinks", "accumulate"})
+  for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "dsinks",
+                                 "dalibi_slopes", "dqq_bias", "accumulate"})
     names.add(name);
   return names;
 }();
@@ -37,11 +38,13 @@ class Gradients {
         dlse_(Array::wide(given.get<"dlse">())),
         given_{Array::wide(given.get<"dq">()), Array::wide(given.get<"dk">()),
                Array::wide(given.get<"dv">())},
-        dsinks_(given.get<"dsinks">()),
+        terms_{Array(given.get<"dsinks">()), Array(given.get<"dalibi_slopes">()),
+               Array(given.get<"dqq_bias">())},
         accumulate_(flag(given.get<"accumulate">())),
         copies_(given.get<"stream">()) {
     dout_.required().floats();
-    if (dsinks_) dsinks_.writable();
+    for (Array& term : terms_)
+      if (term) term.writable();
     for (const Array& array : given_) {
       array.floats();
       if (accumulate_ && !array)
@@ -54,7 +57,7 @@ class Gradients {
     if (gpu < 0) return;
     require_gpu(dout_, "dout", gpu);
     require_gpu(dlse_, "dlse", gpu);
-    require_gpu(dsinks_, "dsinks", gpu);
+    for (std::size_t i = 0; i < terms_.size(); ++i) require_gpu(terms_[i], kTerms[i], gpu);
     for (std::size_t i = 0; i < given_.size(); ++i) require_gpu(given_[i], kNames[i], gpu);
   }
 
@@ -69,7 +72,9 @@ class Gradients {
     g.dq = exchanged(made_[0].tensor());
     g.dk = made_[1].tensor();
     g.dv = made_[2].tensor();
-    if (dsinks_) g.dsinks = dsinks_.tensor();
+    Tensor* const terms[] = {&g.dsinks, &g.dslopes, &g.dqq_bias};
+    for (std::size_t i = 0; i < terms_.size(); ++i)
+      if (terms_[i]) *terms[i] = terms_[i].tensor();
     g.accumulate = accumulate_;
     return g;
   }
@@ -84,6 +89,7 @@ class Gradients {
 
  private:
   static constexpr const char* kNames[] = {"dq", "dk", "dv"};
+  static constexpr const char* kTerms[] = {"dsinks", "dalibi_slopes", "dqq_bias"};
 
   /// Rows past the sequences get no gradient, so a new array begins with zeros.
   static Result gradient_of(const Array& given, const Array& of) {
@@ -97,7 +103,7 @@ class Gradients {
   Array dout_, dlse_;
   std::array<Array, 3> given_;
   std::array<Result, 3> made_;
-  Array dsinks_;
+  std::array<Array, 3> terms_;
   bool accumulate_;
   DenseCopies copies_;
 };

@@ -21,7 +21,7 @@ def attend_sharded(comm, q, k, v, keys, queries, options):
 
 def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, options):
     """Every rank has the whole arrays, cuts its own parts, and gives back the whole gradients."""
-    from test_gradients import layer_of
+    from test_gradients import layer_of, terms_of
 
     def own(a, rule):
         return a if rule is None else np.ascontiguousarray(longspan.shard(a, rule, comm=comm))
@@ -30,12 +30,24 @@ def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, option
     run.update(total_keys=len(k), total_queries=None if queries is None else len(q))
     own_q, own_k, own_v = own(q, queries), own(k, keys), own(v, keys)
     out, lse = layer(own_q, own_k, own_v, return_lse=True, **run)
-    dsinks = np.full(4, np.nan, np.float32) if "sinks" in run else None
+    terms = terms_of(options)
     dq, dk, dv = layer.backward(own(dout, queries), own_q, own_k, own_v, out, lse, dlse=own(dlse, queries),
-                                dsinks=dsinks, **run)
+                                **terms, **run)
     whole = [longspan.unshard(np.asarray(a), keys, comm=comm) for a in (dk, dv)]
     return (dq if queries is None else longspan.unshard(np.asarray(dq), queries, comm=comm), *whole,
-            *([] if dsinks is None else [dsinks]))
+            *terms.values())
+
+
+def gradients_of_parts(comm, q, k, v, douts, strategy):
+    """Every rank has all queries, and the gradient of its own part of the loss."""
+    own_k, own_v = (np.ascontiguousarray(longspan.shard(a, "zigzag", comm=comm)) for a in (k, v))
+    made = []
+    for dout, form in ((douts[comm.rank], "partial"), (sum(douts[1:comm.size], douts[0]), "replicated")):
+        layer = longspan.Attention(comm, heads=4, kv_heads=2, head_dim=32, dtype="float32", causal=True, keys="zigzag",
+                                   strategy=strategy, max_queries=64, max_seqlen_k=64, gradients=True, dout=form)
+        out, lse = layer(q, own_k, own_v, total_keys=len(k), return_lse=True)
+        made.append(layer.backward(dout, q, own_k, own_v, out, lse, total_keys=len(k)))
+    return [np.array_equal(a, b) and not np.isnan(a).any() for a, b in zip(*made)]
 
 
 def attend_parts(comm, q, k, v, results, options):

@@ -12,7 +12,7 @@ def host(a):
 
 
 def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              alibi="query", sinks=None, documents=None, leftpad=0, used=None, first=None):
+              alibi="query", qq=None, sinks=None, documents=None, leftpad=0, used=None, first=None):
     """(out, lse) of one sequence: q [tokens, heads, dim], k and v [keys, kv_heads, dim]. The `used`
     first query rows, by default all, have the positions from `first` on; None: they are the last of
     the sequence."""
@@ -21,7 +21,8 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     out = np.zeros((tokens, heads, value_dim))
     lse = np.full((tokens, heads), -np.inf)
     for h, score in enumerate(scores(q, k, causal=causal, scale=scale, window=window, softcap=softcap, slopes=slopes,
-                                     alibi=alibi, documents=documents, leftpad=leftpad, used=used, first=first)):
+                                     alibi=alibi, qq=qq, documents=documents, leftpad=leftpad, used=used,
+                                     first=first)):
         sink = np.full((tokens, 1), -np.inf if sinks is None else float(sinks[h]))
         all_scores = np.concatenate([score, sink], 1)
         most = all_scores.max(1, keepdims=True)
@@ -35,7 +36,19 @@ def attention(q, k, v, *, causal=False, scale=None, window=(-1, -1), softcap=0.0
     return out, lse
 
 
-def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents, leftpad=0, used=None, first=None):
+def distances(tokens, keys, alibi, first):
+    """What a slope is the negative factor of, [tokens, keys], for rows from position `first` on."""
+    i, j = np.arange(first, first + tokens)[:, None], np.arange(keys)[None, :]
+    return {"query": np.abs(i - j), "context": first - j + 0 * i, "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
+
+
+def between_new(tokens, keys, width, first):
+    """The (rows, columns) of the scores that have an entry in qq_bias, whose corner is at (0, first)."""
+    return slice(0, min(tokens, width)), slice(first, min(keys, first + width))
+
+
+def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents, qq=None, leftpad=0, used=None,
+           first=None):
     """Yields the scores [tokens, keys] of each head; -inf where a key is not seen."""
     tokens, heads, dim = q.shape
     keys, group = len(k), heads // k.shape[1]
@@ -61,9 +74,10 @@ def scores(q, k, *, causal, scale, window, softcap, slopes, alibi, documents, le
         if softcap:
             score = softcap * np.tanh(score / softcap)
         if slopes is not None:
-            distance = {"query": np.abs(i - j), "context": first - j,
-                        "sqrt": np.sqrt(np.maximum(i - j, 0))}[alibi]
-            score = score - slopes[h] * distance
+            score = score - slopes[h] * distances(tokens, keys, alibi, first)
+        if qq is not None:
+            rows, columns = between_new(tokens, keys, len(qq), first)
+            score[rows, columns] += qq[rows, :columns.stop - first]
         yield np.where(seen, score, -np.inf)
 
 
@@ -83,17 +97,20 @@ def assert_lse_close(found, wanted):
 
 
 def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1, -1), softcap=0.0, slopes=None,
-              alibi="query", sinks=None, documents=None, leftpad=0, used=None, first=None):
-    """(dq, dk, dv, dsinks) of attention() with these options, for gradients of its out and lse; dsinks
-    is None without sinks."""
+              alibi="query", qq=None, sinks=None, documents=None, leftpad=0, used=None, first=None):
+    """(dq, dk, dv, dsinks, dslopes, dqq) of attention() with these options, for gradients of its out and
+    lse; the last three are None without such terms."""
     q, k, v, dout = (host(a).astype(np.float64) for a in (q, k, v, dout))
-    options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, documents=documents, leftpad=leftpad,
-                   used=used, first=first)
+    tokens, keys = len(q), len(k)
+    if first is None:
+        first = keys - (tokens if used is None else used)
+    options = dict(causal=causal, window=window, slopes=slopes, alibi=alibi, qq=qq, documents=documents,
+                   leftpad=leftpad, used=used, first=first)
     group = q.shape[1] // k.shape[1]
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, lse = attention(q, k, v, scale=scale, softcap=softcap, sinks=sinks, **options)
     dq, dk, dv = (np.zeros(a.shape) for a in (q, k, v))
-    dsinks = None if sinks is None else np.zeros(len(sinks))
+    dsinks, dslopes, dqq = (None if a is None else np.zeros(np.shape(a)) for a in (sinks, slopes, qq))
     for h, score in enumerate(scores(q, k, scale=scale, softcap=softcap, **options)):
         x = q[:, h] @ k[:, h // group].T * scale
         weight = np.exp(score - np.where(np.isfinite(lse[:, h]), lse[:, h], np.inf)[:, None])
@@ -105,4 +122,9 @@ def gradients(q, k, v, dout, dlse=None, *, causal=False, scale=None, window=(-1,
         dv[:, h // group] += weight.T @ dout[:, h]
         if sinks is not None:
             dsinks[h] = -(np.exp(float(sinks[h]) - lse[:, h]) * d).sum()
-    return dq, dk, dv, dsinks
+        if slopes is not None:
+            dslopes[h] = -(ds * distances(tokens, keys, alibi, first)).sum()
+        if qq is not None:
+            rows, columns = between_new(tokens, keys, len(qq), first)
+            dqq[rows, :columns.stop - first] += ds[rows, columns]
+    return dq, dk, dv, dsinks, dslopes, dqq

@@ -17,7 +17,9 @@ OPTIONS = [
     dict(causal=True, window=(20, -1), scale=0.3),
     dict(window=(-1, 3), slopes=[0.5, 0.1, 0.0, 1.0], sinks=[0.5, -1.0, 0.0, 3.0]),
     dict(documents=[0, 11, 11, 40]),
+    dict(causal=True, slopes=[0.5, 0.1, 0.0, 1.0], alibi="sqrt", qq=np.sin(np.arange(1681.0)).reshape(41, 41)),
 ]
+TERMS = dict(sinks="dsinks", slopes="dalibi_slopes", qq="dqq_bias")
 
 
 def problem(rng, tokens=30, keys=40, dtype="float32"):
@@ -30,8 +32,10 @@ def problem(rng, tokens=30, keys=40, dtype="float32"):
 def layer_of(options, comm=None, dtype="float32", **more):
     """The layer of the oracle's options, and the arguments of its runs."""
     given = dict(options)
-    run = {name: given.pop(at) for at, name in (("slopes", "alibi_slopes"), ("sinks", "sinks"),
+    run = {name: given.pop(at) for at, name in (("slopes", "alibi_slopes"), ("sinks", "sinks"), ("qq", "qq_bias"),
                                                 ("documents", "documents")) if at in given}
+    if "qq_bias" in run:
+        more["max_qq_gradient"] = len(run["qq_bias"])
     names = dict(scale="softmax_scale", window="window_size")
     layer = longspan.Attention(comm, heads=4, kv_heads=2, head_dim=32, dtype=dtype, max_queries=64,
                                max_seqlen_k=64, gradients=True,
@@ -39,9 +43,26 @@ def layer_of(options, comm=None, dtype="float32", **more):
     return layer, {n: np.asarray(x, np.int64 if n == "documents" else np.float32) for n, x in run.items()}
 
 
+def rotated(a, positions, dim, theta=10000.0, interleaved=False, back=False):
+    """Rows [rows, heads, head_dim] by RoPE in float64, or gradients of rotated rows turned back."""
+    x, y = (slice(0, dim, 2), slice(1, dim, 2)) if interleaved else (slice(0, dim // 2), slice(dim // 2, dim))
+    turned = host(a).astype(np.float64)
+    angle = (np.asarray(positions)[:, None] * theta ** (-np.arange(0, dim, 2) / dim))[:, None]
+    cos, sin = np.cos(angle), np.sin(angle) * (-1 if back else 1)
+    turned[..., x], turned[..., y] = (turned[..., x] * cos - turned[..., y] * sin,
+                                      turned[..., y] * cos + turned[..., x] * sin)
+    return turned
+
+
+def terms_of(options):
+    """Arrays for the gradients of the terms of scores, as arguments of backward."""
+    return {name: np.full(np.shape(options[at]), np.nan, np.float32) for at, name in TERMS.items() if at in options}
+
+
 def assert_gradients_close(found, wanted, dtype="float32"):
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    for got, right, name in zip(found, wanted, ("dq", "dk", "dv", "dsinks")):
+    names = ("dq", "dk", "dv", *TERMS.values())
+    for got, right, name in zip(found, [a for a in wanted if a is not None], names):
         assert np.abs(host(got).astype(np.float64) - right).max() <= tolerance * max(1, np.abs(right).max()), name
 
 
@@ -63,12 +84,18 @@ def test_the_reference_by_finite_differences(rng, options):
             below = value()
             a[at] += step
             assert abs((above - below) / (2 * step) - da[at]) < 1e-6
-    if "sinks" in options:
-        sinks, step = list(options["sinks"]), 1e-5
-        dsinks = gradients(q, k, v, dout, dlse, **options)[3]
-        for h in range(4):
-            at = [value() for options["sinks"] in ([*sinks[:h], sinks[h] + s, *sinks[h + 1:]] for s in (step, -step))]
-            assert abs((at[0] - at[1]) / (2 * step) - dsinks[h]) < 1e-6
+    for name, dterm in zip(TERMS, gradients(q, k, v, dout, dlse, **options)[3:]):
+        if name not in options:
+            continue
+        term, step = np.asarray(options[name], np.float64), 1e-5
+        for at in list(np.ndindex(term.shape))[:150]:
+            sides = []
+            for sign in (1, -1):
+                options[name] = term.copy()
+                options[name][at] += sign * step
+                sides.append(value())
+            options[name] = term
+            assert abs((sides[0] - sides[1]) / (2 * step) - dterm[at]) < 1e-6, (name, at)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -77,11 +104,11 @@ def test_gradients(rng, options, dtype):
     q, k, v, dout, dlse = problem(rng, dtype=dtype)
     layer, run = layer_of(options, dtype=dtype)
     out, lse = layer(q, k, v, return_lse=True, **run)
-    dsinks = np.full(4, np.nan, np.float32) if "sinks" in run else None
-    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, dsinks=dsinks, **run)
+    terms = terms_of(options)
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **terms, **run)
     for gradient, of in zip(found, (q, k, v)):
         assert gradient.shape == of.shape and gradient.dtype == of.dtype
-    found = found if dsinks is None else (*found, dsinks)
+    found = *found, *terms.values()
     assert_gradients_close(found, gradients(q, k, v, dout, dlse, **options), dtype)
 
 
@@ -138,6 +165,22 @@ def test_arrays_of_the_caller(rng):
         np.testing.assert_array_equal(a.astype(b.dtype), b)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tables", [False, True])
+def test_rope(rng, tables, interleaved):
+    q, k, v, dout, dlse = problem(rng)
+    positions = np.arange(10, 40)
+    layer, _ = layer_of(dict(causal=True), rotary_dim=12, rotary_interleaved=interleaved, rope_theta=500.0)
+    run = {}
+    if tables:
+        angle = np.arange(40)[:, None] * 500.0 ** (-np.arange(0, 12, 2) / 12)
+        run = dict(rotary_cos=np.cos(angle).astype(np.float32), rotary_sin=np.sin(angle).astype(np.float32))
+    out, lse = layer(q, k, v, return_lse=True, **run)
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **run)
+    dq, *rest = gradients(rotated(q, positions, 12, 500.0, interleaved), k, v, dout, dlse, causal=True)[:3]
+    assert_gradients_close(found, (rotated(dq, positions, 12, 500.0, interleaved, back=True), *rest))
+
+
 def test_torch(rng):
     torch = pytest.importorskip("torch")
     q, k, v, dout = (torch.from_numpy(a) for a in problem(rng)[:4])
@@ -161,6 +204,11 @@ def test_refusals(rng):
             (INPUT, "dq", lambda: layer.backward(dout, q, k, v, out, lse, dq=np.empty(q.shape, np.float16))),
             (INPUT, "accumulate", lambda: layer.backward(dout, q, k, v, out, lse, accumulate=True)),
             (INPUT, "dsinks", lambda: layer.backward(dout, q, k, v, out, lse, dsinks=np.empty(4, np.float32))),
+            (INPUT, "dslopes", lambda: layer.backward(dout, q, k, v, out, lse, alibi_slopes=[.1] * 4,
+                                                      dalibi_slopes=np.empty(3, np.float32))),
+            (INPUT, "max_qq_gradient", lambda: layer.backward(
+                dout, q, k, v, out, lse, qq_bias=np.zeros((40, 40), np.float32),
+                dqq_bias=np.empty((40, 40), np.float32))),
             (UNSUPPORTED, "first columns", lambda: layer.backward(dout, q, k, k, out, lse)),
     ]:
         with pytest.raises(error, match=text):
@@ -170,8 +218,6 @@ def test_refusals(rng):
         forward.backward(dout, q, k, v, out, lse)
     with pytest.raises(USAGE, match="max_seqlen_k"):
         longspan.Attention(heads=4, head_dim=32, gradients=True)
-    with pytest.raises(UNSUPPORTED, match="rotary_dim"):
-        layer_of({}, rotary_dim=8)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -191,3 +237,10 @@ def test_gradients_of_ranks(ranks, rng, strategy, options):
         wanted = gradients(q, k, v, dout, dlse, **options)
         for own in found:
             assert_gradients_close(own, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["gather-states", "scatter-states"])
+def test_partial_dout(ranks, rng, strategy):
+    q, k, v, _, _ = problem(rng)
+    douts = [numbers(rng, q.shape) for _ in range(3)]
+    assert ranks.values(jobs.gradients_of_parts, q, k, v, douts, strategy) == [[True] * 3] * ranks.size

@@ -105,6 +105,8 @@ RunDescription::RunDescription(const GradientArgs& args, const Options& o)
     : RunDescription(args.run, o, Backward{true}) {
   number("dout", static_cast<std::int64_t>(args.dout.dtype), Kind::dtype);
   number("dsinks", static_cast<bool>(args.dsinks), Kind::given);
+  number("dslopes", static_cast<bool>(args.dslopes), Kind::given);
+  number("dqq_bias", static_cast<bool>(args.dqq_bias), Kind::given);
 }
 
 void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, bool reads_arrays) {

@@ -1,6 +1,7 @@
 // Checks the arguments of a backward. Those of its run are checked as for the run.
 #include <fmt/format.h>
 
+#include <iterator>
 #include <utility>
 
 #include "longspan/error.hpp"
@@ -32,17 +33,31 @@ void check_key_gradient(const Tensor& gradient, const char* name, const Tensor& 
   check_written(gradient, name);
 }
 
-void check_sink_gradient(const GradientArgs& args, int heads, Device device) {
-  const Tensor &gradient = args.dsinks, &sinks = args.run.sinks;
-  require(static_cast<bool>(sinks), "dsinks is given, and the run has no sinks");
-  if (gradient.dtype != fp32) check_product_dtype(sinks.dtype, "sinks");
-  check_type(gradient, "dsinks", sinks.dtype, "sinks");
-  check_tensor(gradient, "dsinks", gradient.dtype, device);
-  require(gradient.dims == 1 && gradient.shape[0] == heads, "dsinks is {}; [{}] is wanted",
-          shape_text(gradient), heads);
-  require(gradient.stride[0] == 1 || heads == 1, "dsinks has a stride of {}; it must be dense",
-          gradient.stride[0]);
-  check_written(gradient, "dsinks");
+/// A gradient of sinks or biases, and what it is of.
+struct TermGradient {
+  const Tensor& gradient;
+  const char* name;
+  const Tensor& of;
+  const char* term;
+};
+
+/// Checks it: the shape of its term, at any stride of rows.
+void check_term_gradient(const TermGradient& g, DType products, Device device) {
+  const auto& [gradient, name, of, term] = g;
+  if (products == DType::fp64)
+    throw Unsupported(
+        fmt::format("gradients of {} ({}) with products of fp64 are not supported", term, name));
+  require(static_cast<bool>(of), "{} is given, and the run has no {}", name, term);
+  if (gradient.dtype != fp32) check_product_dtype(of.dtype, term);
+  check_type(gradient, name, of.dtype, term);
+  check_tensor(gradient, name, gradient.dtype, device);
+  require(gradient.dims == of.dims && gradient.shape == of.shape, "{} is {}; {} is {}", name,
+          shape_text(gradient), term, shape_text(of));
+  const int last = gradient.dims - 1;
+  require(gradient.stride[last] == 1 || gradient.shape[last] <= 1,
+          "{} has a stride of {} in its last dimension, which must be dense", name,
+          gradient.stride[last]);
+  check_written(gradient, name);
 }
 
 void refuse_runs_without_gradients(const AttentionArgs& run) {
@@ -73,6 +88,11 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   if (!options.gradients)
     throw UsageError(
         "backward was called on a layer without gradients; set Options::gradients when it is made");
+  if (options.invariant && world.size() > 1 && (args.dslopes || args.dqq_bias))
+    throw Unsupported(
+        "gradients of slopes and qq_bias (dslopes, dqq_bias) with invariant on several ranks are "
+        "not "
+        "supported: they add up in an order of the ranks; leave one of them off");
   const AttentionArgs& run = args.run;
   const Device device = world.device();
   refuse_runs_without_gradients(run);
@@ -98,26 +118,29 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   check_key_gradient(args.dk, "dk", run.k, "k", device);
   check_key_gradient(args.dv, "dv", run.v, "v", device);
 
-  if (args.dsinks && compute == DType::fp64)
-    throw Unsupported("gradients of sinks (dsinks) with products of fp64 are not supported");
-  if (args.dsinks) check_sink_gradient(args, options.heads, device);
+  for (const TermGradient& term : {TermGradient{args.dsinks, "dsinks", run.sinks, "sinks"},
+                                   {args.dslopes, "dslopes", run.slopes, "slopes"},
+                                   {args.dqq_bias, "dqq_bias", run.qq_bias, "qq_bias"}})
+    if (term.gradient) check_term_gradient(term, compute, device);
+  require(!args.dqq_bias || args.dqq_bias.shape[0] <= options.limits.max_qq_gradient,
+          "dqq_bias is {}; the layer was made for gradients of widths up to {} (max_qq_gradient)",
+          shape_text(args.dqq_bias), options.limits.max_qq_gradient);
 
-  const auto written = {std::pair{&args.dq, "dq"}, std::pair{&args.dk, "dk"},
-                        std::pair{&args.dv, "dv"}, std::pair{&args.dsinks, "dsinks"}};
+  const std::pair<const Tensor*, const char*> written[] = {
+      {&args.dq, "dq"},         {&args.dk, "dk"},           {&args.dv, "dv"},
+      {&args.dsinks, "dsinks"}, {&args.dslopes, "dslopes"}, {&args.dqq_bias, "dqq_bias"}};
   for (const auto& [to, name] : written) {
     for (const auto& [in, in_name] :
          {std::pair{&run.q, "q"}, std::pair{&run.k, "k"}, std::pair{&run.v, "v"},
           std::pair{&run.out, "out"}, std::pair{&run.lse.tensor, "lse"},
           std::pair{&args.dout, "dout"}, std::pair{&args.dlse.tensor, "dlse"},
-          std::pair{&run.sinks, "sinks"}})
+          std::pair{&run.sinks, "sinks"}, std::pair{&run.slopes, "slopes"},
+          std::pair{&run.qq_bias, "qq_bias"}})
       if (*to && *in) check_overlap(*to, name, *in, in_name);
   }
-  check_overlap(args.dq, "dq", args.dk, "dk");
-  check_overlap(args.dq, "dq", args.dv, "dv");
-  check_overlap(args.dk, "dk", args.dv, "dv");
-  if (args.dsinks)
-    for (const auto& [to, name] : {std::pair{&args.dq, "dq"}, {&args.dk, "dk"}, {&args.dv, "dv"}})
-      check_overlap(args.dsinks, "dsinks", *to, name);
+  for (const auto* a = std::begin(written); a != std::end(written); ++a)
+    for (const auto* b = std::begin(written); b != a; ++b)
+      if (*a->first && *b->first) check_overlap(*b->first, b->second, *a->first, a->second);
   return checked;
 }
 

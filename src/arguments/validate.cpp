@@ -106,10 +106,9 @@ void check_gradient_options(const Options& o, int ranks) {
         fmt::format("gradients of results by {} are not supported; shard the queries "
                     "(Options::queries)",
                     name(o.results.part)));
-  if (o.rope.dim > 0)
-    throw Unsupported(
-        "gradients with RoPE (rope.dim) are not supported yet: they would be those of rotated "
-        "rows; rotate q and k before the call");
+  usage(o.dout == Dout::replicated || !o.queries,
+        "dout partial with sharded queries: each rank then has the gradient of its own rows, which "
+        "no other rank has; leave it replicated");
   usage(o.limits.max_kv_len > 0,
         "gradients need max_kv_len, the most keys of a sequence: their sums are allocated for it");
   if (!o.invariant || ranks == 1) return;
@@ -260,7 +259,17 @@ void check_values(const Options& o, int ranks) {
         fmt::format("bf16_products is a way to make bf16 products; dtypes.compute is {}",
                     name(o.dtypes.compute)));
   if (o.dtypes.fp8_products) check_fp8_products(o);
+  usage(o.dout <= Dout::partial,
+        fmt::format("dout of number {} is not one of {}", static_cast<int>(o.dout),
+                    fmt::join(choice_names<Dout>(), ", ")));
   if (o.gradients) check_gradient_options(o, ranks);
+  usage(o.gradients || (o.dout == Dout::replicated && o.limits.max_qq_gradient == 0),
+        "dout partial and max_qq_gradient are for gradients, which the layer does not have; set "
+        "gradients, or leave them out");
+  constexpr std::int64_t kWidest = 1 << 20;
+  usage(o.limits.max_qq_gradient >= 0 && o.limits.max_qq_gradient <= kWidest,
+        fmt::format("max_qq_gradient {} is not in 0 to 2^20; 0 means no gradient of qq_bias",
+                    o.limits.max_qq_gradient));
   check_rope(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
@@ -304,6 +313,7 @@ std::string text_of(const std::string& text) { return text; }
 std::string text_of(DType dtype) { return name(dtype); }
 std::string text_of(Alibi alibi) { return name(alibi); }
 std::string text_of(Alignment alignment) { return name(alignment); }
+std::string text_of(Dout dout) { return name(dout); }
 std::string text_of(Exchange exchange) { return name(exchange); }
 std::string text_of(float number) { return fmt::format("{}", number); }
 std::string text_of(double number) { return fmt::format("{}", number); }

@@ -13,8 +13,10 @@
 #include "longspan/strategy.hpp"
 #include "src/arguments/validate.hpp"
 #include "src/forecast/visible_work.hpp"
+#include "src/strategy/shared/bias_gradients.hpp"
 #include "src/strategy/shared/most_rows.hpp"
 #include "src/strategy/shared/node_ranks.hpp"
+#include "src/strategy/shared/partial_dout.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -145,7 +147,9 @@ std::string reservation(const StrategyEntry& entry, const Options& options, int 
 RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, const RunSize& size,
                 Device device) {
   RunCost cost = entry.cost(options, ranks, size, device);
-  cost.workspace_bytes += rotated_bytes(options);
+  cost.workspace_bytes += rotated_bytes(options) +
+                          static_cast<double>(BiasGradients::bytes(options, ranks)) +
+                          static_cast<double>(PartialDout::bytes(options, ranks));
   return cost;
 }
 

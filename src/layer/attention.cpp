@@ -26,6 +26,8 @@
 #include "src/base/trace.hpp"
 #include "src/layer/layer_memory.hpp"
 #include "src/layer/rotation.hpp"
+#include "src/strategy/shared/bias_gradients.hpp"
+#include "src/strategy/shared/partial_dout.hpp"
 #include "src/strategy/strategy.hpp"
 
 namespace longspan {
@@ -71,6 +73,8 @@ struct Attention::Impl {
   std::int64_t* key_start = nullptr;  // [max_batch]
   Buffer ticket;                      // AttendParams::ticket; CUDA only
   RotatedRows rotated;                // with RoPE
+  std::optional<BiasGradients> bias_gradients;
+  std::optional<PartialDout> partial_dout;
   std::unique_ptr<Strategy> strategy;
   ExchangeInfo exchange;
   FaultBox faults;                     // on CUDA, with check_arrays
@@ -90,6 +94,8 @@ struct Attention::Impl {
     kernels->check(bounds());
     if (options.gradients && !on_host)
       throw Unsupported("gradients (Options::gradients) on a GPU are not supported yet");
+    bias_gradients.emplace(options, *kernels, comm::transport_of(world));
+    partial_dout.emplace(options, *kernels, comm::transport_of(world));
     strategy = entry_of(*info).make({options, *kernels, comm::transport_of(world), bounds()});
     if (options.debug.profile) {
       const int marks = strategy->most_marks() + 2;  // a rotation has one of its own
@@ -157,6 +163,8 @@ struct Attention::Impl {
     strategy->lay_out(parts);
     key_start = parts.take_array<std::int64_t>(static_cast<std::size_t>(options.limits.max_batch));
     rotated.lay_out(parts);
+    bias_gradients->lay_out(parts);
+    partial_dout->lay_out(parts);
     runs->lay_out(parts);
   }
 
@@ -291,6 +299,12 @@ struct Attention::Impl {
     attend.new_v = p.new_v;
   }
 
+  /// The arguments as strategies see them: with RoPE the rotated rows are q.
+  AttentionArgs with_rotated(AttentionArgs args) const {
+    if (rotated) args.q = rotated.view(args.q);
+    return args;
+  }
+
   /// `has_phases`: it marks them, if the layer measures phases.
   Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream,
                bool has_phases = true) {
@@ -302,9 +316,11 @@ struct Attention::Impl {
             .merge = merge_params(args, checked.arrays),
             .listed_keys = listed->counts(),
             .timed = timed,
-            .enter = [this, stream, timed](Phase phase) {
-              if (timed) clock->mark(phase, stream);
-            }};
+            .enter =
+                [this, stream, timed](Phase phase) {
+                  if (timed) clock->mark(phase, stream);
+                },
+            .rotated_starts = rotated.starts(checked.arrays)};
   }
 };
 
@@ -323,8 +339,7 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
   const Checked checked = layer.runs->checked(
       [&] { return check_attention(args, layer.options, layer.world); }, described);
   layer.runs->check();
-  AttentionArgs turned = args;  // with RoPE, strategies see the rotated rows as q
-  if (layer.rotated) turned.q = layer.rotated.view(args.q);
+  const AttentionArgs turned = layer.with_rotated(args);
   const Run run = layer.make_run(turned, checked, stream);
   Pass pass(run);
   layer.strategy->prepare(pass);
@@ -346,20 +361,25 @@ void Attention::run(const AttentionArgs& given, Stream stream) {
 
 void Attention::backward(const GradientArgs& given, Stream stream) {
   const trace::Range range("longspan backward");
-  const GradientArgs args = with_batch_rows(given);
+  GradientArgs args = with_batch_rows(given);
   Impl& layer = *impl_;
   const DeviceGuard guard(layer.world.gpu());
   const Checked checked =
       layer.runs->checked([&] { return check_gradients(args, layer.options, layer.world); },
                           [&] { return RunDescription(args, layer.options); });
   layer.runs->check();
-  const Run run = layer.make_run(args.run, checked, stream, false);
+  const AttentionArgs turned = layer.with_rotated(args.run);
+  const Run run = layer.make_run(turned, checked, stream, false);
   Pass pass(run);
   layer.strategy->prepare(pass);
   layer.begin(pass, args);
   layer.find_key_starts(checked, stream);
   layer.check_listed(pass);
+  if (layer.rotated) layer.rotated.rotate(run, token_rows_of(args.run.q), *layer.kernels);
+  if (*layer.partial_dout) args = layer.partial_dout->add_up(pass, args);
+  layer.bias_gradients->begin(pass, args);
   layer.strategy->backward(pass, args);
+  layer.bias_gradients->finish(pass, args);
 }
 
 void Attention::append(const Append& tokens, Stream stream) {

@@ -44,16 +44,21 @@ Tensor RotatedRows::view(const Tensor& q) const {
   return rows;
 }
 
+const std::int32_t* RotatedRows::starts(const RunArrays& arrays) const {
+  const bool sharded = *this && options_.queries && arrays.queries.ranks > 1;
+  return sharded && arrays.query_start != nullptr ? start_ : nullptr;
+}
+
 void RotatedRows::rotate(const Run& run, const kernels::TokenRows& q,
                          const kernels::Backend& with) const {
   run.enter(Phase::attend);
-  kernels::RotateParams p{run.attend, run.attend.rope, q, run.attend.q};
-  if (p.geometry.queries.ranks > 1 && run.arrays.query_start != nullptr) {
+  if (run.rotated_starts != nullptr)
     with.row_starts(
         {run.arrays.queries, run.arrays.query_start, run.arrays.batch, start_, run.attend.tokens},
         run.stream);
-    p.geometry.batch.query_start = start_;
-  }
+  kernels::RotateParams p = run.rotation();
+  p.from = q;
+  p.to = run.attend.q;
   with.rotate_rows(p, run.stream);
 }
 

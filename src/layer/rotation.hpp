@@ -36,6 +36,9 @@ class RotatedRows {
   Rope rope(const RunArrays& arrays) const;
   /// The rotated rows of q, dense.
   Tensor view(const Tensor& q) const;
+  /// Where sequences start in this rank's rows of a run, which rotate() computes; null if the run
+  /// has the starts.
+  const std::int32_t* starts(const RunArrays& arrays) const;
   /// Queues the rotation of the rows of `q`. The run has the rotated ones.
   void rotate(const Run& run, const kernels::TokenRows& q, const kernels::Backend& with) const;
 

@@ -136,21 +136,27 @@ struct Append {
 };
 
 /// Backward of one run: its arguments, the gradients of its results, and places for the gradients
-/// of q, k, v and the sinks. The method starts from out and lse (FlashAttention-2, Dao, arXiv
-/// 2307.08691). Sums over keys, rows, the heads of a group and ranks are fp32, with one rounding at
-/// the end.
+/// of q, k, v, the sinks and the biases of scores. The method starts from out and lse
+/// (FlashAttention-2, Dao, arXiv 2307.08691). Sums over keys, rows, the heads of a group and ranks
+/// are fp32, with one rounding at the end.
 struct GradientArgs {
   AttentionArgs run;  ///< as the run had them, with out and lse as it left them. lse is needed;
                       ///< fp8, pages, new keys and skip_decode are refused
   Tensor dout;        ///< the gradient of out: its shape; fp32, fp16 or bf16 on all ranks. If every
-                      ///< rank has all the queries: the same values on all of them
-  Lse dlse = {};      ///< the gradient of lse; optional, also on some ranks only
-  Tensor dq;          ///< gradient of q: its shape, in its type or fp32
+                      ///< rank has all the queries: as Options::dout says
+  Lse dlse = {};      ///< the gradient of lse; optional. It may be given on some ranks only, but
+                      ///< for Dout::replicated
+  Tensor dq;  ///< gradient of q, before a rotation (Options::rope): its shape, in its type or
+              ///< fp32
   Tensor dk;  ///< gradient of k: its shape, in its type or fp32; keys past the sequences stay
               ///< untouched
   Tensor dv;  ///< the same for v
-  Tensor dsinks = {};  ///< gradient of the sinks, [heads], over the rows of all ranks; fp32, or
-                       ///< fp16 or bf16 like the sinks; optional, on all ranks or on none
+  Tensor dsinks = {};    ///< gradient of the sinks, [heads], over the rows of all ranks; fp32, or
+                         ///< fp16 or bf16 like the sinks; optional, on all ranks or on none
+  Tensor dslopes = {};   ///< gradient of the slopes, in their shape, over the rows and keys of all
+                         ///< ranks; fp32, or fp16 or bf16 like the slopes; optional, as dsinks
+  Tensor dqq_bias = {};  ///< the same of qq_bias, [width, width] with any row stride; a width of
+                         ///< at most Limits::max_qq_gradient
   bool accumulate = false;  ///< add to what the gradients hold, before the rounding
 };
 

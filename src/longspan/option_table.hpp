@@ -27,6 +27,8 @@ constexpr std::array<Alibi, 3> choices(Alibi) {
 constexpr std::array<Alignment, 2> choices(Alignment) {
   return {Alignment::lower_right, Alignment::upper_left};
 }
+/// Every Dout.
+constexpr std::array<Dout, 2> choices(Dout) { return {Dout::replicated, Dout::partial}; }
 /// Every Exchange.
 constexpr std::array<Exchange, 4> choices(Exchange) {
   return {Exchange::automatic, Exchange::peer_buffers, Exchange::peer_buffers_apart,
@@ -117,10 +119,12 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("limits.", "max_total_keys", "max_total_keys", nullptr, o.limits.max_total_keys);
   is("limits.", "max_query_len", "max_seqlen_q", nullptr, o.limits.max_query_len);
   is("limits.", "max_workspace", nullptr, nullptr, o.limits.max_workspace);
+  is("limits.", "max_qq_gradient", "max_qq_gradient", nullptr, o.limits.max_qq_gradient);
   is("limits.", "dense_keys", nullptr, nullptr, o.limits.dense_keys);
 
   is("", "invariant", "invariant", "--invariant", o.invariant);
   is("", "gradients", "gradients", nullptr, o.gradients);
+  is("", "dout", "dout", nullptr, o.dout);
   is("debug.", "check_arrays", "check_arrays", nullptr, o.debug.check_arrays);
   is("debug.", "profile", "profile", nullptr, o.debug.profile,
      "a rank may time its own phases; what travels is the same");

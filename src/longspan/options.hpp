@@ -92,6 +92,9 @@ struct Limits {
                                     ///< 0: unknown, which also launches kernels for long ones
   std::int64_t max_workspace = 0;   ///< bytes on a rank, without the scratch of its kernels; a
                                     ///< strategy that needs more is refused. 0: no limit
+  std::int64_t max_qq_gradient = 0;  ///< with gradients: the greatest width of a qq_bias whose own
+                                     ///< gradient is asked for (GradientArgs::dqq_bias), in
+                                     ///< tokens; 0: it is not
   bool dense_keys = false;  ///< k and v of every run are dense, one sequence after another, and the
                             ///< host knows their lengths. ring-kv and gather-kv then send directly
                             ///< from k and v and refuse other runs. ring-kv on GPUs then has one
@@ -113,6 +116,18 @@ struct Debug {
   /// Whether all members are equal.
   bool operator==(const Debug&) const = default;
 };
+
+/// Which gradient of the results ranks give that all hold all the queries.
+enum class Dout : std::uint8_t {
+  replicated,  ///< that of the whole loss: the same numbers on all ranks
+  partial,     ///< that of the rank's own part of the loss: backward adds up those of all ranks
+};
+
+/// "replicated" or "partial"; "no dout" for an invalid number.
+constexpr const char* name(Dout dout) {
+  constexpr const char* names[] = {"replicated", "partial"};
+  return dout <= Dout::partial ? names[static_cast<int>(dout)] : "no dout";
+}
 
 /// Which part of the result a rank gets.
 enum class ResultPart : std::uint8_t {
@@ -178,6 +193,9 @@ struct Options {
 
   /// Allocate what Attention::backward needs, and take a strategy that has it.
   bool gradients = false;
+  /// With gradients, and without `queries`: which dout and dlse each rank gives. Partial ones are
+  /// added up in fp32, in the order of the ranks.
+  Dout dout = Dout::replicated;
 
   std::string strategy = "auto";  ///< a name of strategies()
   /// For strategies of two levels ("heads+ring-kv"): the number of neighbouring ranks in a node; it

@@ -54,6 +54,17 @@ struct Run {
   bool timed = false;  // on this rank, maybe on no other: transfers must not depend on it
   std::function<void(Phase)> enter;  // marks that the stream has reached the start of a phase
 
+  // [batch + 1] the starts of sequences in this rank's rows, for their rotation, if `attend` has
+  // only those of all ranks' rows; otherwise null.
+  const std::int32_t* rotated_starts = nullptr;
+
+  /// How this rank's own rows are rotated (Options::rope), without the rows.
+  kernels::RotateParams rotation() const {
+    kernels::RotateParams p{attend, attend.rope, {}, {}};
+    if (rotated_starts != nullptr) p.geometry.batch.query_start = rotated_starts;
+    return p;
+  }
+
   /// The geometry with the rows of all ranks, all of which see the keys of this one.
   kernels::Geometry all_rows() const {
     kernels::Geometry g = attend;
@@ -84,6 +95,9 @@ struct Pass {
   // with the data.
   kernels::RunDigestParams own_digest;
   std::uint64_t* digests = nullptr;  // [ranks]; null: already compared
+
+  // Where a backward adds up the gradients of biases, with the heads of `attend`.
+  kernels::BiasSums bias_sums;
 
   // Whether the rows of all ranks see this rank's keys, not only its own. Pages are then checked
   // for the needs of all of them.

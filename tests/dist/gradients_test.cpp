@@ -55,6 +55,8 @@ class RankProblem {
     dk_ = Array(gradient, std::ssize(own_keys_) * s.kv_heads * s.dim);
     dv_ = dk_;
     if (!whole.sinks.empty()) dsinks_ = Array(fp32, s.heads);
+    if (s.alibi) dslopes_ = Array(fp32, slope_rows() * s.heads);
+    if (s.qq) dqq_ = Array(fp32, p.qq_width() * p.qq_width());
   }
 
   static Options options(const HostGradients& whole, const Shard& keys, const Shard& queries,
@@ -65,12 +67,14 @@ class RankProblem {
     o.mask = s.mask;
     o.score.softcap = s.softcap;
     if (s.alibi) o.score.alibi = *s.alibi;
+    o.rope = s.rope;
     o.limits.max_tokens = whole.problem.tokens() + 1;
     o.limits.max_batch = whole.problem.batch();
     o.limits.max_kv_len = 1 + *std::max_element(s.kv_len.begin(), s.kv_len.end());
     o.keys = {keys.layout, keys.block};
     if (!is_replicated(queries)) o.queries = Sharding{queries.layout, queries.block};
     o.gradients = true;
+    if (s.qq) o.limits.max_qq_gradient = whole.problem.qq_width();
     o.strategy = strategy;
     return o;
   }
@@ -92,7 +96,7 @@ class RankProblem {
       a.query_start = Tensor(p.query_start.data(), {p.batch() + 1});
       a.kv_len = Tensor(whole_.problem.shape.kv_len.data(), {p.batch()});
     }
-    if (s.alibi) a.slopes = Tensor(p.slopes.data(), p.slopes.dtype, {s.heads});
+    if (s.alibi) a.slopes = of_slopes(p.slopes);
     if (!whole_.sinks.empty()) a.sinks = Tensor(whole_.sinks.data(), {s.heads});
     if (s.qq) {
       a.qq_bias = Tensor(p.qq.data(), p.qq.dtype, {p.qq_width(), p.qq_width()});
@@ -103,6 +107,10 @@ class RankProblem {
       a.documents = Tensor(s.documents.data(), {p.batch(), p.starts_of_one()});
     if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {p.batch()});
     if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {p.batch()});
+    if (p.tables) {
+      a.rope_cos = p.tables->view(p.tables->cos);
+      a.rope_sin = p.tables->view(p.tables->sin);
+    }
     return a;
   }
 
@@ -117,6 +125,9 @@ class RankProblem {
     g.dk = Tensor(dk_.data(), dk_.dtype, {keys, s.kv_heads, s.dim});
     g.dv = Tensor(dv_.data(), dv_.dtype, {keys, s.kv_heads, s.dim});
     if (!whole_.sinks.empty()) g.dsinks = Tensor(dsinks_.data(), dsinks_.dtype, {s.heads});
+    if (s.alibi) g.dslopes = of_slopes(dslopes_);
+    const std::int64_t width = whole_.problem.qq_width();
+    if (s.qq) g.dqq_bias = Tensor(dqq_.data(), dqq_.dtype, {width, width});
     return g;
   }
 
@@ -136,6 +147,8 @@ class RankProblem {
     part.dk = take(all.dk, own_keys_, std::int64_t{s.kv_heads} * s.dim);
     part.dv = take(all.dv, own_keys_, std::int64_t{s.kv_heads} * s.dim);
     part.dsinks = all.dsinks;
+    part.dslopes = all.dslopes;
+    part.dqq = all.dqq;
     return part;
   }
 
@@ -170,15 +183,23 @@ class RankProblem {
       for (std::size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(a[i]);
       return values;
     };
-    return {floats(dq_), floats(dk_), floats(dv_), floats(dsinks_)};
+    return {floats(dq_), floats(dk_), floats(dv_), floats(dsinks_), floats(dslopes_), floats(dqq_)};
   }
   void poison() {
-    for (Array* a : {&dq_, &dk_, &dv_, &dsinks_})
+    for (Array* a : {&dq_, &dk_, &dv_, &dsinks_, &dslopes_, &dqq_})
       std::fill(a->bytes.begin(), a->bytes.end(), std::byte{0xff});
   }
   Array& dq() { return dq_; }
 
  private:
+  std::int64_t slope_rows() const {
+    return whole_.problem.shape.slopes_of_sequences ? whole_.problem.batch() : 1;
+  }
+  Tensor of_slopes(Array& a) const {
+    const HostShape& s = whole_.problem.shape;
+    if (!s.slopes_of_sequences) return Tensor(a.data(), a.dtype, {s.heads});
+    return Tensor(a.data(), a.dtype, {slope_rows(), s.heads});
+  }
   Tensor strided(Array& rows, std::int64_t count) const {
     const HostShape& s = whole_.problem.shape;
     Tensor t(rows.data(), rows.dtype, {count, s.kv_heads, s.dim});
@@ -189,7 +210,7 @@ class RankProblem {
   HostGradients& whole_;
   Shard keys_, queries_;
   std::vector<std::int64_t> rows_, own_keys_;  // of the whole
-  Array q_, out_, dq_, dk_, dv_, dsinks_;
+  Array q_, out_, dq_, dk_, dv_, dsinks_, dslopes_, dqq_;
   std::vector<float> lse_, dout_, dlse_;
   Local local_;
 };
@@ -243,6 +264,16 @@ HostShape random_shape(std::mt19937& random) {
       s.used_rows.push_back(static_cast<std::int32_t>(one_in(2) ? random() % (n + 1) : n));
   if (!one && one_in(2)) s.causal = {1, 0, 1};
   return s;
+}
+
+/// RoPE of any number of elements, by base and scale or by tables.
+void draw_rope(std::mt19937& random, HostShape& s) {
+  s.rope = {.dim = 2 * static_cast<int>(1 + random() % static_cast<unsigned>(s.dim / 2)),
+            .interleaved = random() % 2 == 0};
+  if (random() % 2 == 0) s.rope.base = 500.0f;
+  if (random() % 3 == 0) s.rope.scale = 2.5f;
+  constexpr DType kTables[] = {DType::fp32, DType::fp16, DType::bf16};
+  if (random() % 2 == 0) s.rope_table = kTables[random() % 3];
 }
 
 /// A strategy, how the rows are distributed, and for two levels the ranks of a node.
@@ -299,11 +330,13 @@ Form random_form(std::mt19937& random, const HostShape& shape, const Forms& form
 void agree_with_float64(const Forms& forms, int cases) {
   const Communicator world = test_world();
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
-  std::mt19937 random(seed);
+  std::mt19937 random(seed), more(seed + 1);
   constexpr Layout kLayouts[] = {Layout::contiguous, Layout::zigzag, Layout::striped,
                                  Layout::interleaved};
   for (int i = 0; i < cases; ++i) {
-    const HostShape shape = random_shape(random);
+    HostShape shape = random_shape(random);
+    if (more() % 3 == 0 && shape.dim > 1) draw_rope(more, shape);
+    shape.slopes_of_sequences = more() % 3 == 0;
     const Shard keys{kLayouts[random() % 4], world.rank(), world.size(), 0, 16};
     const Form form = random_form(random, shape, forms, world.size());
     const Shard queries = form.replicated
@@ -317,7 +350,7 @@ void agree_with_float64(const Forms& forms, int cases) {
     SCOPED_TRACE("case " + std::to_string(i) + " of seed " + std::to_string(seed) + ", " +
                  form.name() + ", keys " + name(keys.layout) +
                  (form.replicated ? "" : std::string(", rows ") + name(queries.layout)) + ", " +
-                 name(shape.dtype));
+                 name(shape.dtype) + ", rope " + std::to_string(shape.rope.dim));
     RankProblem rank(whole, keys, queries);
     Options options = RankProblem::options(whole, keys, queries, form.strategy);
     options.ranks_per_node = form.per_node;
@@ -500,6 +533,109 @@ TEST(Gradients, InTheTypeOfTheTensors) {
     ASSERT_EQ(narrow.dv[i], launcher::rounded(bf16, wide.dv[i]));
 }
 
+/// Parts of dout and dlse are added up in the order of the ranks: the bits of their sum.
+TEST(Gradients, PartialGradientsOfResults) {
+  Small s;
+  RankProblem rank(s.whole, s.keys, kReplicated);
+  const int ranks = s.world.size();
+  const std::int64_t rows = s.whole.problem.tokens(),
+                     row = std::int64_t{s.shape.heads} * s.shape.dim;
+  for (const char* strategy : {"gather-states", "scatter-states"}) {
+    for (const DType dtype : {fp32, bf16}) {
+      SCOPED_TRACE(std::string(strategy) + " " + name(dtype));
+      std::vector<Array> parts, lse_parts;
+      Array dout(fp32, rows * row), dlse(fp32, rows * s.shape.heads);
+      for (int p = 0; p < ranks; ++p) {
+        const auto fresh = [&](Array& part, Array& sum, std::uint32_t stream) {
+          const std::vector<float> values = random_floats(std::ssize(sum.bytes) / 4, 91, stream);
+          for (std::size_t i = 0; i < values.size(); ++i) {
+            part.set(i, values[i]);
+            sum.set(i, p == 0 ? part[i] : static_cast<float>(sum[i]) + static_cast<float>(part[i]));
+          }
+        };
+        const auto number = static_cast<std::uint32_t>(2 * p);
+        fresh(parts.emplace_back(dtype, rows * row), dout, number);
+        fresh(lse_parts.emplace_back(fp32, rows * s.shape.heads), dlse, number + 1);
+      }
+      Options options = RankProblem::options(s.whole, s.keys, kReplicated, strategy);
+      const auto go_back = [&](Dout form, Array& of_out, Array& of_lse) {
+        options.dout = form;
+        rank.poison();
+        Attention layer(s.world, options);
+        layer.run(rank.run_args());
+        GradientArgs args = rank.gradient_args();
+        args.dout.data = of_out.data();
+        args.dout.dtype = of_out.dtype;
+        args.dlse = Lse::tokens_heads(Tensor(of_lse.data(), fp32, {rows, s.shape.heads}));
+        layer.backward(args);
+        layer.wait();
+        return rank.found();
+      };
+      const GradientResult<float> whole = go_back(Dout::replicated, dout, dlse);
+      const GradientResult<float> summed =
+          go_back(Dout::partial, parts[s.world.rank()], lse_parts[s.world.rank()]);
+      EXPECT_FALSE(std::isnan(whole.dq[0]));
+      EXPECT_TRUE(summed == whole);
+    }
+  }
+}
+
+/// A rank without dlse adds nothing to that of the others.
+TEST(Gradients, PartialGradientsOfLseOnSomeRanks) {
+  Small s;
+  RankProblem rank(s.whole, s.keys, kReplicated);
+  Options options = RankProblem::options(s.whole, s.keys, kReplicated, "gather-states");
+  const auto go_back = [&](Dout form, bool is_mine) {
+    options.dout = form;
+    rank.poison();
+    Attention layer(s.world, options);
+    layer.run(rank.run_args());
+    GradientArgs args = rank.gradient_args();
+    std::vector<float> zeros(s.whole.dout.size(), 0.0f);
+    if (!is_mine) args.dout.data = zeros.data();
+    if (!is_mine) args.dlse = {};
+    layer.backward(args);
+    layer.wait();
+    return rank.found();
+  };
+  const GradientResult<float> whole = go_back(Dout::replicated, true);
+  EXPECT_TRUE(go_back(Dout::partial, s.world.rank() == s.world.size() - 1) == whole);
+}
+
+/// All ranks have the same bits of the gradients of terms, and they are added to what is there.
+TEST(Gradients, OfTermsAreTheSameOnAllRanks) {
+  Small s;
+  HostShape shape = s.shape;
+  shape.alibi = Alibi::query;
+  shape.qq = true;
+  HostGradients whole(shape, static_cast<std::uint32_t>(shared_seed(s.world)));
+  whole.sinks = {0.5f, -1.0f, 2.0f, 0.0f};
+  for (const char* strategy : {"ring-kv", "ring-q", "scatter-states"}) {
+    SCOPED_TRACE(strategy);
+    RankProblem rank(whole, s.keys, s.queries);
+    Attention layer(s.world, RankProblem::options(whole, s.keys, s.queries, strategy));
+    layer.run(rank.run_args());
+    GradientArgs args = rank.gradient_args();
+    layer.backward(args);
+    const GradientResult<float> once = rank.found();
+    args.accumulate = true;
+    layer.backward(args);
+    layer.wait();
+    const GradientResult<float> twice = rank.found();
+    const auto bits = [](const GradientResult<float>& r) {
+      std::string all;
+      for (const auto* values : {&r.dsinks, &r.dslopes, &r.dqq})
+        all.append(reinterpret_cast<const char*>(values->data()), values->size() * 4);
+      return all;
+    };
+    for (const std::string& theirs : s.world.gather(bits(once), "gradients of terms"))
+      EXPECT_TRUE(theirs == bits(once));
+    for (std::size_t i = 0; i < once.dslopes.size(); ++i)
+      ASSERT_EQ(twice.dslopes[i], 2 * once.dslopes[i]);
+    for (std::size_t i = 0; i < once.dqq.size(); ++i) ASSERT_EQ(twice.dqq[i], 2 * once.dqq[i]);
+  }
+}
+
 TEST(Gradients, RefusesByName) {
   Small s;
   Attention layer(s.world, s.options);
@@ -519,6 +655,24 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dsinks = g.dout; }), HasSubstr("no sinks"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.skip_decode = true; }), HasSubstr("skip_decode"));
 
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dslopes = g.dout; }), HasSubstr("no slopes"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dqq_bias = g.dout; }), HasSubstr("no qq_bias"));
+  const std::vector<float> slopes(4, 0.1f), matrix(610 * 610, 0.0f);
+  std::vector<float> other(610 * 610);
+  const Tensor qq(matrix.data(), {610, 610}), dqq(other.data(), {610, 610});
+  EXPECT_THAT(refusal([&](GradientArgs& g) {
+                g.run.slopes = Tensor(slopes.data(), {4});
+                g.dslopes = Tensor(other.data(), {2, 4});
+              }),
+              HasSubstr("dslopes is [2, 4]; slopes is [4]"));
+  EXPECT_THAT(refusal([&](GradientArgs& g) { g.run.qq_bias = qq, g.dqq_bias = dqq; }),
+              HasSubstr("widths up to 0 (max_qq_gradient)"));
+  EXPECT_THAT(refusal([&](GradientArgs& g) {
+                g.run.slopes = Tensor(slopes.data(), {4});
+                g.dslopes = g.run.slopes;
+              }),
+              HasSubstr("dslopes"));
+
   Options none = s.options;
   none.gradients = false;
   Attention forward(s.world, none);
@@ -531,8 +685,40 @@ TEST(Gradients, RefusesByName) {
   wrong.limits.max_kv_len = 0;
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("max_kv_len"));
   wrong = s.options;
+  wrong.dout = Dout::partial;
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("dout partial with sharded"));
+  wrong = none;
+  wrong.limits.max_qq_gradient = 5;
+  EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("for gradients"));
+  wrong = s.options;
   wrong.dtypes.kv = DType::e4m3;
   EXPECT_THAT(told([&] { Attention(s.world, wrong); }), HasSubstr("e4m3"));
+}
+
+/// Rows past those that are used have no position in the tables of RoPE, and gradients of 0.
+TEST(Gradients, RotationsOfRowsThatAreNotUsed) {
+  const Communicator world = test_world();
+  HostShape shape{.heads = 4, .kv_heads = 2, .dim = 16, .query_len = {60}, .kv_len = {40}};
+  shape.used_rows = {30};
+  shape.rope = {.dim = 8};
+  HostGradients whole(shape, static_cast<std::uint32_t>(shared_seed(world)));
+  const Shard keys{Layout::contiguous, world.rank(), world.size()};
+  const Shard queries{Layout::striped, world.rank(), world.size()};
+  RankProblem rank(whole, keys, queries);
+  RopeTables tables(shape.rope, 40, fp32);
+  const auto with_tables = [&](AttentionArgs run) {
+    run.rope_cos = tables.view(tables.cos);
+    run.rope_sin = tables.view(tables.sin);
+    return run;
+  };
+  Attention layer(world, RankProblem::options(whole, keys, queries, "auto"));
+  layer.run(with_tables(rank.run_args()));
+  GradientArgs args = rank.gradient_args();
+  args.run = with_tables(args.run);
+  layer.backward(args);
+  layer.wait();
+  EXPECT_TRUE(is_close(rank.found(), rank.part_of(whole.plain<double>()),
+                       GradientBounds(whole, rank.results_of_all(world))));
 }
 
 /// Several ranks and one alone give the same bits, whatever else is in the batch.
@@ -691,6 +877,15 @@ TEST(Gradients, ReceiveTheBytesThatAreForecast) {
   }
 }
 
+TEST(Gradients, RanksThatDifferInWhatDoutIs) {
+  Small s;
+  if (s.world.size() == 1) GTEST_SKIP() << "one rank differs from nobody";
+  Options options = RankProblem::options(s.whole, s.keys, kReplicated, "gather-states");
+  if (s.world.rank() == 1) options.dout = Dout::partial;
+  EXPECT_THAT(told([&] { Attention(s.world, options); }),
+              ::testing::HasSubstr("'dout' differs between ranks"));
+}
+
 /// A rank that goes back while the others go on.
 TEST(Gradients, RanksThatDiffer) {
   const int ranks = test_world().size();
@@ -713,6 +908,25 @@ TEST(Gradients, RanksThatDiffer) {
     });
     EXPECT_THAT(found, ::testing::HasSubstr("backward"));
   }
+}
+
+TEST(Gradients, RanksThatDifferInTheTermsThatTheyAskFor) {
+  const Communicator world = test_world();
+  if (world.size() == 1) GTEST_SKIP() << "one rank differs from nobody";
+  HostShape shape{.heads = 2, .kv_heads = 2, .dim = 8, .query_len = {40}, .kv_len = {40}};
+  shape.alibi = Alibi::query;
+  HostGradients whole(shape, static_cast<std::uint32_t>(shared_seed(world)));
+  const Shard own{Layout::contiguous, world.rank(), world.size()};
+  RankProblem rank(whole, own, own);
+  Attention layer(world, RankProblem::options(whole, own, own, "ring-kv"));
+  layer.run(rank.run_args());
+  GradientArgs args = rank.gradient_args();
+  if (world.rank() == 1) args.dslopes = {};
+  EXPECT_THAT(told([&] {
+                layer.backward(args);
+                layer.wait();
+              }),
+              ::testing::HasSubstr("'dslopes' differs between ranks"));
 }
 
 }  // namespace

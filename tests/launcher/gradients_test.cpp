@@ -82,6 +82,32 @@ TEST(OracleOfGradients, AgreesWithFiniteDifferences) {
   }
 }
 
+TEST(OracleOfGradients, TurnsBackByTheTransposeOfARotation) {
+  std::mt19937 random(tests::fresh_seed());
+  for (const bool interleaved : {false, true}) {
+    Row row = random_row(random, true, true, false);
+    const RopeOptions rope{.dim = 4, .interleaved = interleaved, .base = 50.0f};
+    const VectorOf<double> q = row.q;
+    const auto angles = [&](int pair) { return cos_sin_of(rope, 9, pair); };
+    const auto loss = [&](const VectorOf<double>& from) {
+      row.q = from;
+      rotate(row.q, rope, angles, false);
+      return row.loss();
+    };
+    loss(q);
+    GradientsOf<double> sums{RowMajor::Zero(kKeys, kDim), RowMajor::Zero(kKeys, kValueDim)};
+    VectorOf<double> dq =
+        add_gradients<double>(row.q, row.keys, row.values, row.visible, Row::kScale, row.softcap,
+                              row.sink, row.bias, row.dout, row.dlse, sums)
+            .dq;
+    rotate(dq, rope, angles, true);
+    for (int c = 0; c < kDim; ++c) {
+      const VectorOf<double> step = VectorOf<double>::Unit(kDim, c) * 1e-5;
+      EXPECT_NEAR((loss(q + step) - loss(q - step)) / 2e-5, dq[c], 1e-8) << c;
+    }
+  }
+}
+
 TEST(OracleOfGradients, ARowThatSeesNothingHasNone) {
   std::mt19937 random(tests::fresh_seed());
   Row row = random_row(random, false, false, false);

@@ -24,7 +24,10 @@ struct GradientResult {
   std::vector<Real> dq;  // [tokens, heads, dim]
   std::vector<Real> dk;  // [keys, kv_heads, dim]
   std::vector<Real> dv;
-  std::vector<Real> dsinks;  // [heads], if there are sinks
+  std::vector<Real> dsinks;                 // [heads], if there are sinks
+  std::vector<Real> dslopes;                // [heads] or [batch, heads], if there are slopes
+  std::vector<Real> dqq;                    // [width, width], if there is a qq_bias
+  std::vector<Real> slope_terms, qq_terms;  // of plain(): the sums of their absolute terms
 
   bool operator==(const GradientResult&) const = default;
 };
@@ -70,6 +73,8 @@ class HostGradients {
     all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, kNan);
     all.dv = all.dk;
     const int columns = kernels::GradientSums::padded(s.dim), group = s.heads / s.kv_heads;
+    const std::int64_t heads = s.heads + 3, width = problem.qq_width() + 5;  // with gaps
+    std::vector<float> dslopes(slope_rows() * heads, 0.0f), dqq(width * width, 0.0f);
     std::vector<float> dq(problem.tokens() * s.heads * columns, kNan);
     bool first = true;
     for (const Shard& shard : shards) {
@@ -86,6 +91,10 @@ class HostGradients {
       p.dq = {dq.data(), problem.tokens() * group, s.dim};
       p.dk = {dk.data(), keys, s.dim};
       p.dv = {dv.data(), keys, s.dim};
+      if (s.alibi) p.biases.slopes = dslopes.data();
+      if (s.slopes_of_sequences) p.biases.slope_stride = heads;
+      if (s.qq) p.biases.qq = dqq.data();
+      p.biases.qq_stride = width;
       p.resume_rows = !first;
       first = false;
       std::vector<std::byte> scratch(backend.gradient_scratch(p) + 256, std::byte{0xff});
@@ -104,6 +113,8 @@ class HostGradients {
         }
       }
     }
+    if (s.alibi) all.dslopes = without_gaps(dslopes, slope_rows(), heads, s.heads);
+    if (s.qq) all.dqq = without_gaps(dqq, problem.qq_width(), width, problem.qq_width());
     all.dq.assign(problem.tokens() * row, kNan);
     backend.store_gradients({.sums = {dq.data(), problem.tokens() * group, s.dim},
                              .count = problem.tokens() * group,
@@ -124,6 +135,10 @@ class HostGradients {
     all.dk.assign(problem.key_start.back() * s.kv_heads * s.dim, 0);
     all.dv = all.dk;
     all.dsinks.assign(sinks.size(), 0);
+    if (s.alibi) all.dslopes.assign(slope_rows() * s.heads, 0);
+    if (s.qq) all.dqq.assign(problem.qq_width() * problem.qq_width(), 0);
+    all.slope_terms = all.dslopes;
+    all.qq_terms = all.dqq;
     for (int b = 0; b < problem.batch(); ++b) {
       for (int h = 0; h < s.heads; ++h) {
         const int kv_head = h / (s.heads / s.kv_heads);
@@ -138,6 +153,11 @@ class HostGradients {
             q[c] = problem.q[(problem.query_start[b] + t) * problem.q_stride() + h * s.dim + c];
             of_out[c] = dout[row * s.dim + c];
           }
+          const std::int64_t position = problem.context(b) + t;
+          launcher::rotate(q, s.rope, problem.angles(position), false);
+          if (s.rope.dim > 0 && std::is_same_v<Real, float>)  // as the user's kernel would store it
+            for (int c = 0; c < s.dim; ++c)
+              q[c] = launcher::rounded(s.dtype, static_cast<float>(q[c]));
           launcher::RowResult<Real> result{launcher::VectorOf<Real>(s.dim), 0};
           if (!given.out.empty()) {
             result.lse = static_cast<Real>(given.lse[row]);
@@ -146,14 +166,16 @@ class HostGradients {
           }
           const std::vector<double> wide = problem.biases(b, h, t);
           const std::vector<Real> bias(wide.begin(), wide.end());
-          const launcher::RowGradients<Real> own = launcher::add_gradients<Real>(
+          launcher::RowGradients<Real> own = launcher::add_gradients<Real>(
               q, keys, values, problem.visible(b, t), static_cast<Real>(problem.scale()),
               static_cast<Real>(s.softcap),
               sinks.empty() ? std::nullopt : std::optional<Real>(static_cast<Real>(sinks[h])), bias,
               of_out, dlse.empty() ? Real{0} : static_cast<Real>(dlse[row]), sums,
               given.out.empty() ? nullptr : &result);
+          launcher::rotate(own.dq, s.rope, problem.angles(position), true);
           for (int c = 0; c < s.dim; ++c) all.dq[row * s.dim + c] = own.dq[c];
           if (!sinks.empty()) all.dsinks[h] += own.dsink;
+          add_biases(b, h, t, own.dbias, all);
         }
         for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
           const std::int64_t at = ((problem.key_start[b] + j) * s.kv_heads + kv_head) * s.dim;
@@ -167,6 +189,27 @@ class HostGradients {
     return all;
   }
 
+  /// Adds the gradients of a row's biases to those of what they are made of.
+  template <class Real, class Biases>
+  void add_biases(int b, int h, std::int64_t t, const Biases& dbias,
+                  GradientResult<Real>& all) const {
+    const HostShape& s = problem.shape;
+    const std::int64_t first = problem.context(b), width = problem.qq_width();
+    for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
+      if (s.alibi) {
+        const std::int64_t at = (s.slopes_of_sequences ? b * s.heads : 0) + h;
+        const Real term =
+            dbias[j] * static_cast<Real>(launcher::alibi_term(*s.alibi, first + t, j, first));
+        all.dslopes[at] += term;
+        all.slope_terms[at] += std::abs(term);
+      }
+      if (s.qq && j >= first && j - first < width) {
+        all.dqq[t * width + j - first] += dbias[j];
+        all.qq_terms[t * width + j - first] += std::abs(dbias[j]);
+      }
+    }
+  }
+
   HostProblem problem;
   DType out_dtype = fp32;    // of the out that backward is given
   std::vector<float> dout;   // [tokens, heads, dim]
@@ -174,6 +217,16 @@ class HostGradients {
   std::vector<float> sinks;  // [heads]; empty: none
 
  private:
+  std::int64_t slope_rows() const {
+    return problem.shape.slopes_of_sequences ? problem.batch() : 1;
+  }
+  static std::vector<float> without_gaps(const std::vector<float>& from, std::int64_t rows,
+                                         std::int64_t stride, std::int64_t columns) {
+    std::vector<float> to;
+    for (std::int64_t r = 0; r < rows; ++r)
+      to.insert(to.end(), from.begin() + r * stride, from.begin() + r * stride + columns);
+    return to;
+  }
   std::int64_t local_keys(const Shard& shard) const {
     std::int64_t keys = 0;
     for (int b = 0; b < problem.batch(); ++b)
@@ -183,10 +236,10 @@ class HostGradients {
 };
 
 /// The largest errors that gradients may have: 1.5 times those of plain fp32, and 2 ulp of the
-/// largest gradient. The few gradients of sinks are sums whose terms cancel, so it is 2 ulp of the
-/// largest sum of absolute terms.
+/// largest gradient. The few gradients of sinks and biases are sums whose terms cancel, so it is
+/// 2 ulp of the largest sum of absolute terms.
 struct GradientBounds {
-  double dq, dk, dv, dsinks;
+  double dq, dk, dv, dsinks, dslopes, dqq;
 
   GradientBounds(const HostGradients& problem, const Result& given) {
     const GradientResult<double> exact = problem.plain<double>();
@@ -202,7 +255,12 @@ struct GradientBounds {
     dq = bound(exact.dq, plain.dq);
     dk = bound(exact.dk, plain.dk);
     dv = bound(exact.dv, plain.dv);
+    const auto ulps_of = [](const std::vector<double>& terms) {
+      return terms.empty() ? 0 : 2 * 0x1p-23 * *std::max_element(terms.begin(), terms.end());
+    };
     dsinks = bound(exact.dsinks, plain.dsinks) + 2 * 0x1p-23 * largest_sink_terms(problem, given);
+    dslopes = bound(exact.dslopes, plain.dslopes) + ulps_of(exact.slope_terms);
+    dqq = bound(exact.dqq, plain.dqq) + ulps_of(exact.qq_terms);
   }
 
  private:
@@ -241,7 +299,9 @@ inline ::testing::AssertionResult is_close(const GradientResult<float>& found,
   if (auto r = check("dq", found.dq, exact.dq, bounds.dq); !r) return r;
   if (auto r = check("dk", found.dk, exact.dk, bounds.dk); !r) return r;
   if (auto r = check("dv", found.dv, exact.dv, bounds.dv); !r) return r;
-  return check("dsinks", found.dsinks, exact.dsinks, bounds.dsinks);
+  if (auto r = check("dsinks", found.dsinks, exact.dsinks, bounds.dsinks); !r) return r;
+  if (auto r = check("dslopes", found.dslopes, exact.dslopes, bounds.dslopes); !r) return r;
+  return check("dqq", found.dqq, exact.dqq, bounds.dqq);
 }
 
 }  // namespace longspan::tests

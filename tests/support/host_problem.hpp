@@ -377,6 +377,13 @@ class HostProblem {
     return *std::max_element(shape.query_len.begin(), shape.query_len.end()) + 3;
   }
 
+  /// The cosines and sines by pair that rotate a row.
+  auto angles(std::int64_t position) const {
+    return [this, position](int pair) {
+      return tables ? tables->at(position, pair) : launcher::cos_sin_of(shape.rope, position, pair);
+    };
+  }
+
   Interval visible(int b, std::int64_t t) const {
     Mask mask = shape.mask;
     if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
@@ -428,10 +435,7 @@ class HostProblem {
   /// Rotates a row in float64, and rounds it to the type.
   void rotate(Eigen::VectorXd& row, std::int64_t position, DType dtype) const {
     if (shape.rope.dim == 0) return;
-    if (tables)
-      launcher::rotate_exactly(row, shape.rope, [&](int i) { return tables->at(position, i); });
-    else
-      launcher::rotate_exactly(row, shape.rope, position);
+    launcher::rotate_exactly(row, shape.rope, angles(position));
     for (double& element : row) element = launcher::rounded(dtype, static_cast<float>(element));
   }
 

@@ -45,8 +45,9 @@ double GradientMemory::key_sum_bytes(const Options& options, double keys) {
 double GradientMemory::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients) return 0;
   const double rows = options.queries ? size.most_tokens : size.tokens;
+  // and of each row the gradient of its slope, in the scratch of kernels
   const auto term = static_cast<double>(kernels::row_term_bytes(options.dtypes.compute, 1));
-  const double terms = rows * options.heads * term;
+  const double terms = rows * options.heads * (term + sizeof(double));
   return terms + row_sum_bytes(options, rows) +
          key_sum_bytes(options, most_keys_of_a_rank(options.keys, size.keys, ranks));
 }
@@ -114,6 +115,7 @@ kernels::GradientParams GradientMemory::params(const Pass& pass, const GradientA
   p.dout_dtype = args.dout.dtype;
   p.terms = terms(pass);
   p.dq = own_rows(p.tokens);
+  p.biases = pass.bias_sums;
   return p;
 }
 
@@ -177,6 +179,7 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
     store.accumulate = args.accumulate;
     layer_.kernels.store_gradients(store, run.stream);
   };
+  if (run.attend.rope) layer_.kernels.turn_back_sums({run.rotation(), own_rows(rows)}, run.stream);
   put(own_rows(rows), rows * group(), args.dq, token_rows_of(args.dq), group());
 
   kernels::GradientParams own;

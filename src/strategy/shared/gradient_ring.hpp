@@ -27,8 +27,8 @@ class GradientRing {
   /// `blocks` names in errors what goes round.
   GradientRing(const LayerContext& layer, const char* blocks);
 
-  /// The bytes of its memory. `guest` are those of the sums of a block that goes round, `staying` of
-  /// what it meets.
+  /// The bytes of its memory. `guest` are those of the sums of a block that goes round, `staying`
+  /// of what it meets.
   static double workspace_bytes(const Options& options, int ranks, double guest, double staying);
   /// Takes memory for sums of up to such sizes, on several ranks.
   void lay_out(Parts& memory, std::int64_t guest, std::int64_t staying);

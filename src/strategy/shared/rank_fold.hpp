@@ -11,22 +11,31 @@
 
 namespace longspan {
 
-/// The fold of the parts of `ranks` ranks, whose virtual ranks are dealt out by `dealt`.
+/// The fold of the parts of `ranks` ranks, whose virtual ranks are dealt out by `dealt`. For other
+/// numbers of ranks, and other rules, it is a fixed order.
 class RankFold {
  public:
   RankFold(int ranks, const Sharding& dealt)
       : ranks_(ranks), interleaved_(dealt.layout == Layout::interleaved) {}
+  /// The parts added up in the order of the ranks.
+  static RankFold one_after_another(int ranks) {
+    RankFold fold(ranks, {});
+    fold.is_tree_ = false;
+    return fold;
+  }
 
   /// Folds parts of `bytes` bytes. part_of(rank) is null if the rank has none. Returns the part
   /// that has become the sum.
   template <class PartOf>
-  std::byte* operator()(const PartOf& part_of, const kernels::Backend& with, std::int64_t bytes,
-                        Stream stream) const {
+  std::byte* operator()(const PartOf& part_of, const kernels::GradientKernels& with,
+                        std::int64_t bytes, Stream stream) const {
     const auto add = [&](std::byte* to, const std::byte* from) {
       with.add_sums(reinterpret_cast<float*>(to), reinterpret_cast<const float*>(from), bytes / 4,
                     stream);
     };
-    return fold(part_of, add, 0, 1 << log2_ceil(ranks_));
+    if (is_tree_) return fold(part_of, add, 0, 1 << log2_ceil(ranks_));
+    for (int rank = 1; rank < ranks_; ++rank) add(part_of(0), part_of(rank));
+    return part_of(0);
   }
 
  private:
@@ -46,6 +55,7 @@ class RankFold {
 
   int ranks_;
   bool interleaved_;
+  bool is_tree_ = true;
 };
 
 /// Memory for the parts of other ranks, which stay apart until they fold.

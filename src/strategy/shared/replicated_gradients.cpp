@@ -1,18 +1,9 @@
 #include "src/strategy/shared/replicated_gradients.hpp"
 
-#include "src/base/divided_up.hpp"
-#include "src/strategy/shared/rank_fold.hpp"
+#include "src/base/at.hpp"
+#include "src/strategy/shared/rank_sums.hpp"
 
 namespace longspan {
-namespace {
-
-constexpr std::int64_t kWord = 64;  // bytes; shares are whole words, which sums have
-
-std::int64_t share_of(std::int64_t bytes, std::int64_t ranks) {
-  return divided_up(bytes, ranks * kWord) * kWord;
-}
-
-}  // namespace
 
 ReplicatedGradients::ReplicatedGradients(const LayerContext& layer)
     : layer_(layer), keys_(layer), memory_(layer, keys_) {}
@@ -31,15 +22,11 @@ BackwardCost ReplicatedGradients::cost(const Options& options, int ranks, const 
   return {.received_bytes = 2 * (ranks - 1) * sums / ranks, .messages = 2, .copied_bytes = sums};
 }
 
-std::int64_t ReplicatedGradients::share_bytes(std::int64_t rows) const {
-  return share_of(memory_.row_sum_bytes(rows), layer_.comm.size());
-}
-
 void ReplicatedGradients::lay_out(Parts& memory) {
   const int ranks = layer_.comm.size();
-  const std::int64_t all = ranks * share_bytes(layer_.bounds.tokens);
+  const std::int64_t all = rank_sum_room(memory_.row_sum_bytes(layer_.bounds.tokens), ranks);
   memory_.lay_out(memory, all);
-  if (ranks > 1) arriving_ = memory.take(static_cast<std::size_t>(all));
+  if (ranks > 1) arriving_ = memory.take(at(all));
 }
 
 void ReplicatedGradients::backward(const Pass& pass, const GradientArgs& args) const {
@@ -49,19 +36,12 @@ void ReplicatedGradients::backward(const Pass& pass, const GradientArgs& args) c
   kernels::GradientParams p = memory_.params(pass, args);
   memory_.give_key_sums(p, memory_.own_keys(run), memory_.own_key_starts());
   layer_.kernels.attend_gradients(p, run.stream);
-  if (layer_.comm.size() > 1) add_up(pass, reinterpret_cast<std::byte*>(p.dq.data), p.tokens);
+  if (layer_.comm.size() > 1)
+    add_up_ranks(reinterpret_cast<std::byte*>(p.dq.data), arriving_,
+                 memory_.row_sum_bytes(p.tokens), RankFold(layer_.comm.size(), layer_.options.keys),
+                 layer_.kernels, layer_.comm, run.stream,
+                 {"backward, exchange of dq", "backward, gather of dq"}, pass.digests);
   memory_.finish(pass, args, p.tokens);
-}
-
-/// Replaces this rank's part of dq by the sum of all ranks' parts.
-void ReplicatedGradients::add_up(const Pass& pass, std::byte* parts, std::int64_t rows) const {
-  const Stream stream = pass.run.stream;
-  const std::int64_t share = share_bytes(rows);
-  const auto bytes = static_cast<std::size_t>(share);
-  layer_.comm.all_to_all(parts, arriving_, bytes, stream, "backward, exchange of dq", pass.digests);
-  const std::byte* const sum = RankFold(layer_.comm.size(), layer_.options.keys)(
-      [&](int rank) { return arriving_ + rank * share; }, layer_.kernels, share, stream);
-  layer_.comm.all_gather(sum, parts, bytes, stream, "backward, gather of dq");
 }
 
 }  // namespace longspan

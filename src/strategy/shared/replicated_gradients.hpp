@@ -1,11 +1,6 @@
 // Backward of strategies whose keys stay, and whose queries are replicated: every rank has all rows
 // with their gradients, so the gradients of its keys are complete at once. Of dq every rank has the
-// part of its keys. Each rank folds an equal share of all ranks' parts (rank_fold.hpp).
-//
-//     part of dq, dk, dv = gradients(all rows, my keys)
-//     share r of every part  ->  rank r folds them  ->  every rank
-//
-// All ranks get the same bits of dq.
+// part of its keys, and the parts fold (rank_sums.hpp): all ranks get the same bits.
 #pragma once
 
 #include <cstddef>
@@ -28,10 +23,6 @@ class ReplicatedGradients {
   void backward(const Pass& pass, const GradientArgs& args) const;
 
  private:
-  /// The bytes of the share of dq that a rank folds, of `rows` rows.
-  std::int64_t share_bytes(std::int64_t rows) const;
-  void add_up(const Pass& pass, std::byte* parts, std::int64_t rows) const;
-
   LayerContext layer_;
   TravellingKeys keys_;  // how many there are; they stay
   GradientMemory memory_;

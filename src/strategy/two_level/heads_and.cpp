@@ -126,6 +126,7 @@ class HeadsAnd final : public Strategy {
     args.dout = dout;
     as_layer_between_nodes(pass, [&](Pass& own) {
       own.terms = pass.terms;
+      own.bias_sums = pass.bias_sums;
       own.to = &gradients;
       between_->backward(own, args);
     });

@@ -162,10 +162,22 @@ TEST(Validate, OptionsThatMakeNoSense) {
   fp8_rows.rope.dim = 32, fp8_rows.dtypes.query = e4m3;
   expect_refused<Unsupported>("RoPE with queries of e4m3 is not supported",
                               [&] { check_options(fp8_rows); });
-  Options trained = options();
-  trained.rope.dim = 32, trained.gradients = true, trained.limits.max_kv_len = 9;
-  expect_refused<Unsupported>("gradients with RoPE (rope.dim) are not supported yet",
-                              [&] { check_options(trained); });
+  const auto refuse_gradients = [](const char* text, auto&& change) {
+    Options o = options();
+    o.gradients = true, o.limits.max_kv_len = 9;
+    change(o);
+    expect_refused<UsageError>(text, [&] { check_options(o); });
+  };
+  refuse_gradients("max_qq_gradient -1 is not in 0 to 2^20",
+                   [](Options& o) { o.limits.max_qq_gradient = -1; });
+  refuse_gradients("max_qq_gradient 9223372036854775807 is not in",
+                   [](Options& o) { o.limits.max_qq_gradient = INT64_MAX; });
+  refuse_gradients("dout of number 7 is not one of replicated, partial",
+                   [](Options& o) { o.dout = static_cast<Dout>(7); });
+  refuse_gradients("dout partial with sharded queries",
+                   [](Options& o) { o.queries = Sharding{}, o.dout = Dout::partial; });
+  refuse("dout partial and max_qq_gradient are for gradients",
+         [](Options& o) { o.dout = Dout::partial; });
   refuse("window -1", [](Options& o) { o.mask.window = -1; });
   refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
   refuse("right -2", [](Options& o) { o.mask.right = -2; });
@@ -247,6 +259,8 @@ TEST(Validate, RanksCompareEveryOption) {
       {"results", [](Options& o) { o.results.part = ResultPart::heads; }},
       {"invariant", [](Options& o) { o.invariant = true; }},
       {"gradients", [](Options& o) { o.gradients = true; }},
+      {"max_qq_gradient", [](Options& o) { o.limits.max_qq_gradient = 9; }},
+      {"dout", [](Options& o) { o.dout = Dout::partial; }},
       {"strategy", [](Options& o) { o.strategy = "gather-states"; }},
       {"exchange", [](Options& o) { o.exchange = Exchange::gather; }},
       {"check_arrays", [](Options& o) { o.debug.check_arrays = true; }},

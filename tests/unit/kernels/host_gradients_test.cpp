@@ -53,6 +53,11 @@ TEST(HostGradients, Biases) {
     s.qq = true;
     s.softcap = 2;
     expect_exact(s);
+    s.query_len = {60, 0, 90, 7};  // a matrix that all sequences and heads share
+    s.kv_len = {200, 150, 90, 300};
+    s.heads = 6;
+    s.slopes_of_sequences = alibi != Alibi::context;
+    expect_exact(s, HostProblem::on_all(Shard::zigzag(0, 0, 3)));
   }
 }
 
@@ -84,6 +89,8 @@ TEST(HostGradients, BitsDoNotDependOnThreads) {
   for (const bool invariant : {false, true}) {
     HostShape shape{
         .heads = 8, .kv_heads = 4, .query_len = {500}, .kv_len = {700}, .mask = {.causal = true}};
+    shape.alibi = Alibi::query;
+    shape.qq = true;
     HostGradients problem(shape, fresh_seed());
     const auto first = problem.run(*kernels::host_backend(1), one(), invariant);
     for (const int threads : {2, 3, 5, 8})

@@ -287,19 +287,6 @@ void pack_gradient_rows(const GradientParams& p, const Tile& tile, const Gradien
   });
 }
 
-/// The sum of products of n floats, in one shape of 16 lanes; n is a multiple of 16.
-float dot(const float* a, const float* b, int n) {
-  const Lanes d;
-  Vec sums[kLaneSums];
-  for (Vec& sum : sums) sum = hn::Zero(d);
-  for (int c = 0; c < n; c += 16)
-    for (int i = 0; i < kLaneSums; ++i) {
-      const int at = c + i * kLanes;
-      sums[i] = hn::MulAdd(hn::Load(d, a + at), hn::Load(d, b + at), sums[i]);
-    }
-  return sum_lanes(sums);
-}
-
 void widen_gradients(const WidenGradientsParams& p, std::int64_t begin, std::int64_t end) {
   with_type(p.dtype, [&]<class T>(const T*) {
     for (std::int64_t token = begin; token < end; ++token)
@@ -311,17 +298,34 @@ void widen_gradients(const WidenGradientsParams& p, std::int64_t begin, std::int
   });
 }
 
-void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
+/// D of a row in the making.
+struct RowTermInputs {
+  RowTerm* term = nullptr;
+  float dlse = 0;
   HWY_ALIGN float out[kMaxHeadDim + 16], dout[kMaxHeadDim + 16];
-  const int columns = GradientSums::padded(p.value_dim);
+};
+
+/// Makes D of `count` rows at once, whose chains of sums do not wait for each other. A chain is
+/// that of multiply: where a row sees one key, D is then dP to the bit, and dS is 0 as it must be.
+template <int kRows>
+HWY_NOINLINE void sum_products(RowTermInputs (&rows)[kRows], int count, int value_dim) {
+  const hn::CappedTag<float, 1> one;
+  float sums[kRows] = {};
+  for (int c = 0; c < value_dim; ++c) {
+    HWY_UNROLL(8)
+    for (int r = 0; r < kRows; ++r)
+      sums[r] = hn::GetLane(hn::MulAdd(hn::Set(one, rows[r].dout[c]), hn::Set(one, rows[r].out[c]),
+                                       hn::Set(one, sums[r])));
+  }
+  for (int r = 0; r < count; ++r) rows[r].term->d = sums[r] - rows[r].dlse;
+}
+
+void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
+  constexpr int kRows = 8;
+  RowTermInputs rows[kRows] = {};
+  int count = 0;
   for (std::int64_t token = begin; token < end; ++token) {
     for (int head = 0; head < p.heads; ++head) {
-      with_type(p.out_dtype, [&]<class T>(const T*) {
-        widen_padded(p.out.at<T>(token, head), p.value_dim, columns, out);
-      });
-      with_type(p.dout_dtype, [&]<class T>(const T*) {
-        widen_padded(p.dout.at<T>(token, head), p.value_dim, columns, dout);
-      });
       const float natural = *p.lse.at(token, head);
       RowTerm& term = p.terms[token * p.heads + head];
       term = {-infinity(), 0.0f, 0.0f};
@@ -329,10 +333,20 @@ void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
       const double exact = natural * 1.4426950408889634;
       term.lse = static_cast<float>(exact);
       term.lse_low = static_cast<float>(exact - term.lse);
-      term.d = dot(dout, out, columns);
-      if (p.dlse.data != nullptr) term.d -= *p.dlse.at(token, head);
+      RowTermInputs& row = rows[count++];
+      row.term = &term;
+      row.dlse = p.dlse.data != nullptr ? *p.dlse.at(token, head) : 0.0f;
+      with_type(p.out_dtype,
+                [&]<class T>(const T*) { widen(p.out.at<T>(token, head), p.value_dim, row.out); });
+      with_type(p.dout_dtype, [&]<class T>(const T*) {
+        widen(p.dout.at<T>(token, head), p.value_dim, row.dout);
+      });
+      if (count < kRows) continue;
+      sum_products(rows, count, p.value_dim);
+      count = 0;
     }
   }
+  sum_products(rows, count, p.value_dim);
 }
 
 void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t begin,

@@ -66,6 +66,18 @@ TEST(HostGradients, Sinks) {
                {0.5f, -1.0f, 3.0f, 0.0f});
 }
 
+/// The weight of a row's only key is 1 whatever its score is, so that D is dP to the bit.
+TEST(HostGradients, TheScoreOfAnOnlyKeyHasNone) {
+  for (const int dim : {64, 21, 203}) {
+    const HostShape shape{
+        .dim = dim, .query_len = {70}, .kv_len = {200}, .mask = {.causal = true, .window = 1}};
+    HostGradients problem(shape, fresh_seed(), false);
+    const auto found = problem.run(*kernels::host_backend(2), one());
+    for (const auto* gradient : {&found.dq, &found.dk})
+      EXPECT_EQ(std::count(gradient->begin(), gradient->end(), 0.0f), std::ssize(*gradient)) << dim;
+  }
+}
+
 TEST(HostGradients, BatchesOfDifferentLengths) {
   HostShape s{.query_len = {130, 1, 0, 40, 7}, .kv_len = {130, 300, 20, 40, 0}};
   s.causal = {1, 0, 1, 1, 1};

@@ -56,6 +56,9 @@ void GradientKernels::add_sums(double*, const double*, std::int64_t, Stream) con
   refuse_gradients();
 }
 void GradientKernels::turn_back_sums(const TurnBackParams&, Stream) const { refuse_gradients(); }
+void GradientKernels::turn_back_keys(const TurnBackKeysParams&, Stream) const {
+  refuse_gradients();
+}
 void GradientKernels::store_gradients(const StoreGradientParams&, Stream) const {
   refuse_gradients();
 }

@@ -157,6 +157,7 @@ class GradientKernels {
   virtual void add_sums(double* to, const double* from, std::int64_t count, Stream stream) const;
   /// Makes sums of gradients of rotated rows those of the rows before.
   virtual void turn_back_sums(const TurnBackParams& params, Stream stream) const;
+  virtual void turn_back_keys(const TurnBackKeysParams& params, Stream stream) const;
   /// Rounds sums of gradients, and stores them.
   virtual void store_gradients(const StoreGradientParams& params, Stream stream) const;
 };

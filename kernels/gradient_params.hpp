@@ -133,6 +133,16 @@ struct TurnBackParams {
   GradientSums sums;  // [kv_heads, tokens * group, head_dim]
 };
 
+/// The same for the sums of dk of one sequence, whose keys were rotated before the run.
+struct TurnBackKeysParams {
+  Rope rope;
+  Shard shard;  // of the sequence
+  std::int64_t kv_len = 0;
+  std::int64_t count = 0;  // keys on this rank
+  int kv_heads = 1;
+  GradientSums sums;  // from the sequence's first key on
+};
+
 /// Rounds sums to their type and stores them.
 struct StoreGradientParams {
   GradientSums sums;

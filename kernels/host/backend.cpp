@@ -96,6 +96,9 @@ class HostBackend final : public Backend {
   void turn_back_sums(const TurnBackParams& p, Stream) const override {
     host::turn_back_sums(p, pool_);
   }
+  void turn_back_keys(const TurnBackKeysParams& p, Stream) const override {
+    host::turn_back_keys(p, pool_);
+  }
   void digest(const DigestParams& p, Stream) const override { host::digest(p); }
   void write_run_digest(const RunDigestParams& p, Stream) const override {
     *p.to = run_digest(p.hash, p.contents);

@@ -36,6 +36,7 @@ void store_gradients_fp64(const StoreGradientParams& params, ThreadPool& pool);
 void sink_gradients(const SinkGradientParams& params, ThreadPool& pool);
 void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
 void turn_back_sums(const TurnBackParams& params, ThreadPool& pool);
+void turn_back_keys(const TurnBackKeysParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);
 void map_rows(const MapParams& params);
 void place_rows(const PlaceParams& params, ThreadPool& pool);

@@ -74,6 +74,13 @@ void turn_back_sums(const TurnBackParams& p, ThreadPool& pool) {
   });
 }
 
+void turn_back_keys(const TurnBackKeysParams& p, ThreadPool& pool) {
+  pool.run(p.count, [&](std::int64_t key, int) {
+    const Rotations by(p.rope, p.shard.position(key, p.kv_len));
+    for (int head = 0; head < p.kv_heads; ++head) by.turn_back(p.sums.at(head, key));
+  });
+}
+
 void key_starts(const KeyStartParams& p) {
   std::int64_t start = 0;
   for (int b = 0; b < p.batch; ++b) {

@@ -399,7 +399,8 @@ class Attention:
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
                  dv: Array | None = None, dsinks: Array | None = None,
-                 dalibi_slopes: Array | None = None, dqq_bias: Array | None = None, accumulate: bool = False,
+                 dalibi_slopes: Array | None = None, dqq_bias: Array | None = None,
+                 dk_before_rope: bool = False, accumulate: bool = False,
                  causal: Numbers | None = None, cu_seqlens_q: Numbers | None = None,
                  cache_seqlens: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
@@ -414,7 +415,8 @@ class Attention:
         The method starts from out and lse (FlashAttention-2, arXiv 2307.08691). Sums are float32,
         with one rounding at the end. The layer keeps nothing of a run, so several may await their
         backward. Rows that see nothing, and keys that nobody sees, get 0. With RoPE dq is the
-        gradient of q before its rotation, and dk that of k as the run took it: rotated.
+        gradient of q before its rotation, and dk that of k as the run took it, rotated, or with
+        dk_before_rope of k before that.
 
         Args:
             dout: the gradient of out, in its shape; float32, float16 or bfloat16. If every rank has
@@ -429,6 +431,8 @@ class Attention:
                 or as the sinks. None leaves it out.
             dalibi_slopes, dqq_bias: the same for the gradients of alibi_slopes and qq_bias, in their
                 shapes; the latter for a layer with a max_qq_gradient.
+            dk_before_rope: with RoPE: dk is the gradient of k before the rotation that the caller made,
+                by the same angles.
             accumulate: add to what the arrays hold, before the rounding.
             causal and the others: as the run had them.
 
@@ -457,8 +461,8 @@ class Attention:
             cache_seqlens = used_keys(k, cache_seqlens, seqused_k, None)
         return _core.backward_layer(
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
-            dsinks=dsinks, dalibi_slopes=dalibi_slopes, dqq_bias=dqq_bias, accumulate=accumulate,
-            total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
+            dsinks=dsinks, dalibi_slopes=dalibi_slopes, dqq_bias=dqq_bias, dk_before_rope=dk_before_rope,
+            accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
             cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
             query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
             out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,

@@ -25,7 +25,7 @@ namespace {
 constexpr NameList kBackward = [] {
   NameList names = kRun;
   for (const char* const name : {"layer", "dout", "dlse", "dq", "dk", "dv", "dsinks",
-                                 "dalibi_slopes", "dqq_bias", "accumulate"})
+                                 "dalibi_slopes", "dqq_bias", "dk_before_rope", "accumulate"})
     names.add(name);
   return names;
 }();
@@ -40,6 +40,7 @@ class Gradients {
                Array::wide(given.get<"dv">())},
         terms_{Array(given.get<"dsinks">()), Array(given.get<"dalibi_slopes">()),
                Array(given.get<"dqq_bias">())},
+        dk_before_rope_(flag(given.get<"dk_before_rope">())),
         accumulate_(flag(given.get<"accumulate">())),
         copies_(given.get<"stream">()) {
     dout_.required().floats();
@@ -75,6 +76,7 @@ class Gradients {
     Tensor* const terms[] = {&g.dsinks, &g.dslopes, &g.dqq_bias};
     for (std::size_t i = 0; i < terms_.size(); ++i)
       if (terms_[i]) *terms[i] = terms_[i].tensor();
+    g.dk_before_rope = dk_before_rope_;
     g.accumulate = accumulate_;
     return g;
   }
@@ -104,6 +106,7 @@ class Gradients {
   std::array<Array, 3> given_;
   std::array<Result, 3> made_;
   std::array<Array, 3> terms_;
+  bool dk_before_rope_;
   bool accumulate_;
   DenseCopies copies_;
 };

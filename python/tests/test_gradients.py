@@ -178,7 +178,11 @@ def test_rope(rng, tables, interleaved):
     out, lse = layer(q, k, v, return_lse=True, **run)
     found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **run)
     dq, *rest = gradients(rotated(q, positions, 12, 500.0, interleaved), k, v, dout, dlse, causal=True)[:3]
-    assert_gradients_close(found, (rotated(dq, positions, 12, 500.0, interleaved, back=True), *rest))
+    dq = rotated(dq, positions, 12, 500.0, interleaved, back=True)
+    assert_gradients_close(found, (dq, *rest))
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, dk_before_rope=True, **run)
+    dk = rotated(rest[0], np.arange(40), 12, 500.0, interleaved, back=True)
+    assert_gradients_close(found, (dq, dk, rest[1]))
 
 
 def test_torch(rng):
@@ -209,6 +213,7 @@ def test_refusals(rng):
             (INPUT, "max_qq_gradient", lambda: layer.backward(
                 dout, q, k, v, out, lse, qq_bias=np.zeros((40, 40), np.float32),
                 dqq_bias=np.empty((40, 40), np.float32))),
+            (INPUT, "no RoPE", lambda: layer.backward(dout, q, k, v, out, lse, dk_before_rope=True)),
             (UNSUPPORTED, "first columns", lambda: layer.backward(dout, q, k, k, out, lse)),
     ]:
         with pytest.raises(error, match=text):

@@ -107,6 +107,7 @@ RunDescription::RunDescription(const GradientArgs& args, const Options& o)
   number("dsinks", static_cast<bool>(args.dsinks), Kind::given);
   number("dslopes", static_cast<bool>(args.dslopes), Kind::given);
   number("dqq_bias", static_cast<bool>(args.dqq_bias), Kind::given);
+  number("dk_before_rope", args.dk_before_rope, Kind::yes_no);
 }
 
 void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, bool reads_arrays) {

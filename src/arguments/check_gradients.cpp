@@ -60,6 +60,20 @@ void check_term_gradient(const TermGradient& g, DType products, Device device) {
   check_written(gradient, name);
 }
 
+/// Checks that dk can be turned back: every key has an angle.
+void check_angles_of_keys(const AttentionArgs& run, const Options& options,
+                          const RunArrays& arrays) {
+  require(options.rope.dim > 0,
+          "dk_before_rope is set, and the layer has no RoPE (rope.dim): leave it out");
+  if (!run.rope_cos) return;
+  for (int b = 0; b < arrays.batch; ++b) {
+    const std::int64_t keys = arrays.kv_len != nullptr ? arrays.kv_len[b] : run.total_keys;
+    require(keys <= arrays.rope.positions,
+            "dk_before_rope: sequence {} has {} keys, and rope_cos and rope_sin have {} positions",
+            b, keys, arrays.rope.positions);
+  }
+}
+
 void refuse_runs_without_gradients(const AttentionArgs& run) {
   const auto refuse = [](const char* what) {
     throw Unsupported(fmt::format("gradients of {} are not supported", what));
@@ -99,6 +113,8 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   require(run.lse || count_rows(run.q) == 0,
           "backward needs the lse that the run wrote; the run has none");
   const Checked checked = check_attention(run, options, world);
+
+  if (args.dk_before_rope) check_angles_of_keys(run, options, checked.arrays);
 
   const std::int64_t rows = count_rows(run.q);
   const DType compute = options.dtypes.compute;

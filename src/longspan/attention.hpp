@@ -148,8 +148,8 @@ struct GradientArgs {
                       ///< for Dout::replicated
   Tensor dq;  ///< gradient of q, before a rotation (Options::rope): its shape, in its type or
               ///< fp32
-  Tensor dk;  ///< gradient of k: its shape, in its type or fp32; keys past the sequences stay
-              ///< untouched
+  Tensor dk;  ///< gradient of k, as the run took it (see dk_before_rope): its shape, in its type or
+              ///< fp32; keys past the sequences stay untouched
   Tensor dv;  ///< the same for v
   Tensor dsinks = {};    ///< gradient of the sinks, [heads], over the rows of all ranks; fp32, or
                          ///< fp16 or bf16 like the sinks; optional, on all ranks or on none
@@ -157,7 +157,10 @@ struct GradientArgs {
                          ///< ranks; fp32, or fp16 or bf16 like the slopes; optional, as dsinks
   Tensor dqq_bias = {};  ///< the same of qq_bias, [width, width] with any row stride; a width of
                          ///< at most Limits::max_qq_gradient
-  bool accumulate = false;  ///< add to what the gradients hold, before the rounding
+  bool dk_before_rope = false;  ///< with Options::rope: dk is the gradient of the keys before their
+                                ///< rotation by the same angles, which the caller has made; the
+                                ///< tables must then have the positions of all keys
+  bool accumulate = false;      ///< add to what the gradients hold, before the rounding
 };
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().

@@ -121,6 +121,7 @@ class RankProblem {
     g.run = run_args();
     g.dout = Tensor(dout_.data(), {rows, s.heads, s.dim});
     if (!whole_.dlse.empty()) g.dlse = Lse::tokens_heads(Tensor(dlse_.data(), {rows, s.heads}));
+    g.dk_before_rope = whole_.dk_before_rope;
     g.dq = Tensor(dq_.data(), dq_.dtype, {rows, s.heads, s.dim});
     g.dk = Tensor(dk_.data(), dk_.dtype, {keys, s.kv_heads, s.dim});
     g.dv = Tensor(dv_.data(), dv_.dtype, {keys, s.kv_heads, s.dim});
@@ -344,6 +345,7 @@ void agree_with_float64(const Forms& forms, int cases) {
                               : Shard{kLayouts[random() % 4], world.rank(), world.size(), 0, 5};
     HostGradients whole(shape, static_cast<std::uint32_t>(random()), random() % 2 == 0);
     whole.out_dtype = shape.dtype;
+    whole.dk_before_rope = shape.rope.dim > 0 && more() % 2 == 0;
     if (random() % 3 == 0)
       for (int h = 0; h < shape.heads; ++h)
         whole.sinks.push_back(static_cast<float>(random() % 100) / 25 - 2);
@@ -653,6 +655,7 @@ TEST(Gradients, RefusesByName) {
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dv.data = g.run.v.data; }), HasSubstr("dv"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.v = g.run.k; }), HasSubstr("first columns"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dsinks = g.dout; }), HasSubstr("no sinks"));
+  EXPECT_THAT(refusal([](GradientArgs& g) { g.dk_before_rope = true; }), HasSubstr("no RoPE"));
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.skip_decode = true; }), HasSubstr("skip_decode"));
 
   EXPECT_THAT(refusal([](GradientArgs& g) { g.dslopes = g.dout; }), HasSubstr("no slopes"));

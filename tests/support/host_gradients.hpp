@@ -177,6 +177,11 @@ class HostGradients {
           if (!sinks.empty()) all.dsinks[h] += own.dsink;
           add_biases(b, h, t, own.dbias, all);
         }
+        for (std::int64_t j = 0; j < s.kv_len[b] && dk_before_rope; ++j) {
+          launcher::VectorOf<Real> dk = sums.dk.row(j);
+          launcher::rotate(dk, s.rope, problem.angles(j), true);
+          sums.dk.row(j) = dk;
+        }
         for (std::int64_t j = 0; j < s.kv_len[b]; ++j) {
           const std::int64_t at = ((problem.key_start[b] + j) * s.kv_heads + kv_head) * s.dim;
           for (int c = 0; c < s.dim; ++c) {
@@ -211,7 +216,8 @@ class HostGradients {
   }
 
   HostProblem problem;
-  DType out_dtype = fp32;    // of the out that backward is given
+  DType out_dtype = fp32;  // of the out that backward is given
+  bool dk_before_rope = false;
   std::vector<float> dout;   // [tokens, heads, dim]
   std::vector<float> dlse;   // [tokens, heads]; empty: none
   std::vector<float> sinks;  // [heads]; empty: none

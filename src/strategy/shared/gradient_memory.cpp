@@ -191,6 +191,14 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
         shard.layout == Layout::listed
             ? own.dk.rows
             : shard.for_sequence(b).local_len(run.attend.batch.keys(b, shard));
+    if (args.dk_before_rope && count > 0)
+      layer_.kernels.turn_back_keys({.rope = run.attend.rope,
+                                     .shard = shard.for_sequence(b),
+                                     .kv_len = run.attend.batch.keys(b, shard),
+                                     .count = count,
+                                     .kv_heads = layer_.bounds.kv_heads,
+                                     .sums = {own.dk.at(0, first), own.dk.rows, own.dk.dim}},
+                                    run.stream);
     for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
       const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
       const std::int64_t row_stride = to->stride[apart ? 1 : 0];

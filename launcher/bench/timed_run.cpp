@@ -40,14 +40,17 @@ std::vector<Sample> time_runs(const Communicator& world, Trial& trial, int warmu
   std::vector<Sample> samples;
   for (int i = 0; i < iterations; ++i) {
     show(warmup + i);
+    using Milliseconds = std::chrono::duration<double, std::milli>;
     const auto begin = std::chrono::steady_clock::now();
-    trial.run();
-    const std::chrono::duration<double, std::milli> elapsed =
-        std::chrono::steady_clock::now() - begin;
+    trial.forward();
+    const auto middle = std::chrono::steady_clock::now();
+    if (trial.goes_back()) trial.backward();
+    const Milliseconds backward = std::chrono::steady_clock::now() - middle;
+    const Milliseconds elapsed = middle - begin;
     // On a GPU the marks on the stream exclude the host's time to launch and wait.
     const Phases phases = trial.layer().phases();
     const bool gpu = world.device() == Device::cuda;
-    samples.push_back({gpu ? phases.total() : elapsed.count(), phases});
+    samples.push_back({gpu ? phases.total() : elapsed.count(), phases, backward.count()});
   }
   return samples;
 }

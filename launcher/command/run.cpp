@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdio>
+#include <functional>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -27,55 +30,114 @@ namespace {
 
 /// The files that rank 0 writes; none on other ranks.
 struct Outputs {
-  std::optional<OutputFile> out, lse, json;
+  std::optional<OutputFile> out, lse, dq, dk, dv, dsinks, json;
 
-  bool take_standard_output() const {
-    return (out && out->is_standard_output()) || (lse && lse->is_standard_output()) ||
-           (json && json->is_standard_output());
+  std::array<std::optional<OutputFile>*, 7> all() {
+    return {&out, &lse, &dq, &dk, &dv, &dsinks, &json};
+  }
+  bool take_standard_output() {
+    for (const auto* file : all())
+      if (*file && (*file)->is_standard_output()) return true;
+    return false;
   }
 
   Outputs(const RunOptions& o, int rank) {
     if (rank != 0) return;
-    refuse_equal_files(std::array<NamedFile, 7>{{{"--q", o.q, false},
-                                                 {"--k", o.k, false},
-                                                 {"--v", o.v, false},
-                                                 {"--sinks", o.sinks, false},
-                                                 {"--out", o.out},
-                                                 {"--lse", o.lse},
-                                                 {"--json", o.json}}});
-    const auto prepare = [](std::optional<OutputFile>& file, const std::string& path) {
-      if (!path.empty()) file.emplace(path);
-    };
-    prepare(out, o.out);
-    prepare(lse, o.lse);
-    prepare(json, o.json);
+    const std::array<NamedFile, 13> files{{{"--q", o.q, false},
+                                           {"--k", o.k, false},
+                                           {"--v", o.v, false},
+                                           {"--sinks", o.sinks, false},
+                                           {"--dout", o.dout, false},
+                                           {"--dlse", o.dlse, false},
+                                           {"--out", o.out},
+                                           {"--lse", o.lse},
+                                           {"--dq", o.dq},
+                                           {"--dk", o.dk},
+                                           {"--dv", o.dv},
+                                           {"--dsinks", o.dsinks},
+                                           {"--json", o.json}}};
+    refuse_equal_files(files);
+    auto path = files.end() - std::ssize(all());
+    for (std::optional<OutputFile>* file : all()) {
+      if (!path->path.empty()) file->emplace(path->path);
+      ++path;
+    }
   }
 };
 
-/// Writes the whole result on rank 0, gathered piece by piece where it is sharded.
-void write_arrays(const Communicator& world, const Problem& problem, const Answer& answer,
-                  const RunOptions& o, Outputs& outputs) {
-  if (o.out.empty() && o.lse.empty()) return;
-  const std::int64_t tokens = problem.tokens();
-  const std::int64_t shape[] = {tokens, problem.q.heads, problem.value_dim()};
-  const auto header = [](std::optional<OutputFile>& file, const std::string& text) {
-    if (file) file->write(text.data(), text.size());
-  };
+/// A file, and the rows that go into it, which `rows_of` picks from those of an answer.
+struct Written {
+  std::optional<OutputFile>& file;
+  DType dtype;
+  std::vector<std::int64_t> shape;
+  std::function<std::span<const std::byte>(const Answer&)> rows_of;
+};
+
+/// Writes arrays on rank 0, row by row, gathered piece by piece where they are sharded.
+void write_rows(const Communicator& world, std::int64_t rows, std::size_t row_bytes,
+                std::span<const Written> arrays,
+                const std::function<Answer(const std::vector<std::int64_t>&)>& gather) {
   together(world, "writing of the result", [&] {
-    header(outputs.out, npy_header(problem.out_dtype(), shape));
-    header(outputs.lse, npy_header(DType::fp32, std::span(shape, 2)));
+    for (const Written& array : arrays) {
+      const std::string header = npy_header(array.dtype, array.shape);
+      if (array.file) array.file->write(header.data(), header.size());
+    }
   });
-  const std::int64_t piece = std::max<std::int64_t>(
-      1, (std::int64_t{64} << 20) / static_cast<std::int64_t>(problem.out_row_bytes()));
-  for (std::int64_t first = 0; first < tokens; first += piece) {
-    std::vector<std::int64_t> rows(std::min(piece, tokens - first));
-    std::iota(rows.begin(), rows.end(), first);
-    const Answer part = gather_rows(world, problem, answer, rows);
+  const std::int64_t piece =
+      std::max<std::int64_t>(1, (std::int64_t{64} << 20) / static_cast<std::int64_t>(row_bytes));
+  for (std::int64_t first = 0; first < rows; first += piece) {
+    std::vector<std::int64_t> numbers(std::min(piece, rows - first));
+    std::iota(numbers.begin(), numbers.end(), first);
+    const Answer part = gather(numbers);
     together(world, "writing of the result", [&] {
-      if (outputs.out) outputs.out->write(part.out.data(), part.out.size());
-      if (outputs.lse) outputs.lse->write(part.lse.data(), part.lse.size() * sizeof(float));
+      for (const Written& array : arrays) {
+        const std::span<const std::byte> bytes = array.rows_of(part);
+        if (array.file) array.file->write(bytes.data(), bytes.size());
+      }
     });
   }
+}
+
+/// Writes the whole result on rank 0.
+void write_arrays(const Communicator& world, const Problem& problem, const Answer& answer,
+                  const RunOptions& o, Outputs& outputs) {
+  using Bytes = std::span<const std::byte>;
+  const std::int64_t tokens = problem.tokens(), keys = problem.key_start().back();
+  const std::int64_t heads = problem.q.heads, kv_heads = problem.k.heads;
+  const RowBytes bytes(problem);
+  const DType gradient = problem.gradient_dtype();
+  std::vector<Written> of_rows{{outputs.out,
+                                problem.out_dtype(),
+                                {tokens, heads, problem.value_dim()},
+                                [](const Answer& a) { return Bytes(a.out); }},
+                               {outputs.lse, DType::fp32, {tokens, heads}, [](const Answer& a) {
+                                  return std::as_bytes(std::span(a.lse));
+                                }}};
+  if (problem.goes_back())
+    of_rows.push_back({outputs.dq, gradient, {tokens, heads, problem.q.dim}, [](const Answer& a) {
+                         return Bytes(a.dq);
+                       }});
+  if (!o.out.empty() || !o.lse.empty() || !o.dq.empty())
+    write_rows(world, tokens, std::max(bytes.out, bytes.dq), of_rows,
+               [&](const auto& rows) { return gather_rows(world, problem, answer, rows); });
+  const Written of_keys[] = {
+      {outputs.dk,
+       gradient,
+       {keys, kv_heads, problem.k.dim},
+       [](const Answer& a) { return Bytes(a.dk); }},
+      {outputs.dv, gradient, {keys, kv_heads, problem.v.dim}, [](const Answer& a) {
+         return Bytes(a.dv);
+       }}};
+  if (!o.dk.empty() || !o.dv.empty())
+    write_rows(world, keys, std::max(bytes.dk, bytes.dv), of_keys, [&](const auto& numbers) {
+      return gather_rows(world, problem, answer, {}, numbers);
+    });
+  const Written of_sinks[] = {{outputs.dsinks, DType::fp32, {heads}, [](const Answer& a) {
+                                 return std::as_bytes(std::span(a.dsinks));
+                               }}};
+  if (!o.dsinks.empty())
+    write_rows(world, 1, heads * sizeof(float), of_sinks,
+               [&](const auto&) { return gather_rows(world, problem, answer, {}); });
 }
 
 /// The problem and its predicted cost: a line before anything that may take long.
@@ -142,7 +204,8 @@ int run(const Communicator& control, const CommandLine& line) {
   if (o.check != 0) progress.print("comparing with float64");
   if (o.check != 0)
     report.judgement =
-        judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed));
+        judge(world, *problem, answer, sample_rows(*problem, o.check, line.world.seed),
+              sample_keys(*problem, o.check, line.world.seed));
   progress.clear();
   tell(
       world, [&] { return row(report); }, table);
@@ -159,7 +222,7 @@ int run(const Communicator& control, const CommandLine& line) {
       const std::string text = json_text(to_json(report));
       outputs->json->write(text.data(), text.size());
     }
-    for (auto* file : {&outputs->out, &outputs->lse, &outputs->json})
+    for (auto* file : outputs->all())
       if (*file) (*file)->commit();
   });
   if (wrong)

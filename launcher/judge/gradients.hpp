@@ -69,16 +69,27 @@ struct RowResult {
   Real lse;
 };
 
-/// The arguments are those of attend_exactly, then the gradients of its two results. Without
-/// `given` it computes the results too.
+/// What the sums of a row add up, for each key of the sequence; zeros where it does not see the
+/// key.
 template <class Real>
-RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
-                                 const MatrixOf<Real>& values, Interval visible, Real scale,
-                                 Real softcap, std::optional<Real> sink, std::span<const Real> bias,
-                                 const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums,
-                                 const RowResult<Real>* given = nullptr) {
+struct RowWeights {
+  VectorOf<Real> p;   // weights
+  VectorOf<Real> ds;  // gradients of scores, with their bias
+  VectorOf<Real> dx;  // gradients of q.k
+  Real dsink = 0;
+};
+
+/// The arguments are those of attend_exactly, then the gradients of its two results. Without
+/// `given` it computes the results too; with it, `keys` may be some of those of the sequence.
+template <class Real>
+RowWeights<Real> weigh(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
+                       const MatrixOf<Real>& values, Interval visible, Real scale, Real softcap,
+                       std::optional<Real> sink, std::span<const Real> bias,
+                       const VectorOf<Real>& dout, Real dlse,
+                       const RowResult<Real>* given = nullptr) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
-  RowGradients<Real> row{VectorOf<Real>::Zero(q.size()), VectorOf<Real>::Zero(keys.rows()), 0};
+  const auto zeros = VectorOf<Real>::Zero(keys.rows());
+  RowWeights<Real> row{zeros, zeros, zeros, 0};
   const auto is_seen = [&](Eigen::Index j) {
     return visible.contains(j) && (bias.empty() || bias[j] != -kInfinity);
   };
@@ -89,32 +100,60 @@ RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& 
     const Real x = dot_product<Real>(keys.row(j), q) * scale;
     t[j] = softcap != 0 ? std::tanh(x / softcap) : Real{0};
     s[j] = (softcap != 0 ? softcap * t[j] : x) + (bias.empty() ? Real{0} : bias[j]);
-    top = std::max(top, s[j]);
+    if (!(s[j] <= top)) top = s[j];  // a NaN stays
   }
   if (top == -kInfinity) return row;
   Real sum = sink ? std::exp(*sink - top) : Real{0};
   for (Eigen::Index j = 0; j < keys.rows(); ++j)
     if (is_seen(j)) sum += std::exp(s[j] - top);
   const Real lse = given ? given->lse : top + std::log(sum);
-  VectorOf<Real> p = VectorOf<Real>::Zero(keys.rows());
   VectorOf<Real> out = VectorOf<Real>::Zero(values.cols());
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
     if (!is_seen(j)) continue;
-    p[j] = std::exp(s[j] - lse);
-    out += p[j] * values.row(j).transpose();
+    row.p[j] = std::exp(s[j] - lse);
+    if (!given) out += row.p[j] * values.row(j).transpose();
   }
   const Real d = dot_product<Real>(dout, given ? given->out : out) - dlse;
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
     if (!is_seen(j)) continue;
-    const Real ds = p[j] * (dot_product<Real>(values.row(j), dout) - d);
-    const Real dx = ds * (softcap != 0 ? 1 - t[j] * t[j] : Real{1}) * scale;
-    row.dbias[j] = ds;
-    row.dq += dx * keys.row(j).transpose();
-    sums.dk.row(j) += dx * q.transpose();
-    sums.dv.row(j) += p[j] * dout.transpose();
+    row.ds[j] = row.p[j] * (dot_product<Real>(values.row(j), dout) - d);
+    row.dx[j] = row.ds[j] * (softcap != 0 ? 1 - t[j] * t[j] : Real{1}) * scale;
   }
   if (sink) row.dsink = -std::exp(*sink - lse) * d;
   return row;
+}
+
+/// The gradient of the row itself: sum_j dX_j k_j.
+template <class Real>
+VectorOf<Real> gradient_of_row(const RowWeights<Real>& row, const MatrixOf<Real>& keys) {
+  VectorOf<Real> dq = VectorOf<Real>::Zero(keys.cols());
+  for (Eigen::Index j = 0; j < keys.rows(); ++j)
+    if (row.p[j] != 0) dq += row.dx[j] * keys.row(j).transpose();
+  return dq;
+}
+
+/// Adds the row's part to the gradients of the keys.
+template <class Real>
+void add_to_keys(const RowWeights<Real>& row, const VectorOf<Real>& q, const VectorOf<Real>& dout,
+                 GradientsOf<Real>& sums) {
+  for (Eigen::Index j = 0; j < row.p.size(); ++j) {
+    if (row.p[j] == 0) continue;
+    sums.dk.row(j) += row.dx[j] * q.transpose();
+    sums.dv.row(j) += row.p[j] * dout.transpose();
+  }
+}
+
+/// All gradients of a row; the arguments are those of `weigh`.
+template <class Real>
+RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
+                                 const MatrixOf<Real>& values, Interval visible, Real scale,
+                                 Real softcap, std::optional<Real> sink, std::span<const Real> bias,
+                                 const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums,
+                                 const RowResult<Real>* given = nullptr) {
+  const RowWeights<Real> row =
+      weigh(q, keys, values, visible, scale, softcap, sink, bias, dout, dlse, given);
+  add_to_keys(row, q, dout, sums);
+  return {gradient_of_row(row, keys), row.ds, row.dsink};
 }
 
 }  // namespace longspan::launcher

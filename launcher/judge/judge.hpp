@@ -31,6 +31,16 @@ struct Farthest {
   void add(const Farthest& other);
 };
 
+/// The errors of one gradient.
+struct GradientErrors {
+  const char* name;
+  double max_error = 0;    // of an element
+  double plain_error = 0;  // the largest of plain fp32, on the same elements
+  double largest = 0;      // exact element
+  std::int64_t wrong = 0;  // elements beyond their bounds
+  Farthest farthest;
+};
+
 struct Judgement {
   std::int64_t rows = 0;      // rows compared, each with all its heads
   double max_error = 0;       // of an element of out
@@ -41,7 +51,8 @@ struct Judgement {
   double bound = 0;           // of an element's error, where scores amplify nothing
   Farthest element, lse;
   std::int64_t wrong_elements = 0, wrong_lse = 0;  // beyond their bounds
-  std::int64_t wrong = 0;                          // both
+  std::vector<GradientErrors> gradients;           // with a backward: dq, dk, dv and dsinks
+  std::int64_t wrong = 0;                          // all
   bool right = true;
 };
 
@@ -50,13 +61,18 @@ struct Judgement {
 std::vector<std::int64_t> sample_rows(const Problem& problem, std::int64_t count,
                                       std::uint64_t seed);
 
+/// The same of its keys, where the problem goes back; otherwise none.
+std::vector<std::int64_t> sample_keys(const Problem& problem, std::int64_t count,
+                                      std::uint64_t seed);
+
 /// How many kv heads a rank judges side by side: as many as fit in 1 GiB of keys and values in
 /// float64, and at least one.
 int heads_at_once(const Options& options, double kv_len);
 
-/// Judges an answer. Collective.
+/// Judges these rows of an answer and, where the problem goes back, the gradients of these rows and
+/// keys. Collective.
 Judgement judge(const Communicator& world, const Problem& problem, const Answer& answer,
-                const std::vector<std::int64_t>& rows);
+                const std::vector<std::int64_t>& rows, const std::vector<std::int64_t>& keys = {});
 
 /// Judges several answers to one problem, whose rows of gather_rows are these: the oracle is asked
 /// once. Collective.

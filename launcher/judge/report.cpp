@@ -34,15 +34,21 @@ ordered_json to_json(const Spread& s) {
 }
 
 ordered_json to_json(const Judgement& j) {
-  return {{"rows", j.rows},
-          {"max_error", j.max_error},
-          {"relative_error", j.relative_error},
-          {"relative_bound", j.relative_bound},
-          {"plain_error", j.plain_error},
-          {"lse_error", j.lse_error},
-          {"bound", j.bound},
-          {"wrong", j.wrong},
-          {"right", j.right}};
+  ordered_json made{{"rows", j.rows},
+                    {"max_error", j.max_error},
+                    {"relative_error", j.relative_error},
+                    {"relative_bound", j.relative_bound},
+                    {"plain_error", j.plain_error},
+                    {"lse_error", j.lse_error},
+                    {"bound", j.bound}};
+  for (const GradientErrors& of : j.gradients)
+    made[of.name] = {{"max_error", of.max_error},
+                     {"plain_error", of.plain_error},
+                     {"largest", of.largest},
+                     {"wrong", of.wrong}};
+  made["wrong"] = j.wrong;
+  made["right"] = j.right;
+  return made;
 }
 
 ordered_json to_json(const Machine& machine) {
@@ -120,9 +126,10 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
              Report& r) {
   ordered_json mine = ordered_json::array();
   for (const Sample& s : samples)
-    mine.push_back({s.time, s.phases.attend, s.phases.exchange, s.phases.merge});
+    mine.push_back({s.time, s.phases.attend, s.phases.exchange, s.phases.merge, s.backward});
 
   r.times.assign(samples.size(), 0.0);
+  r.backward_times = r.times;
   std::vector<double> exchange(samples.size(), std::numeric_limits<double>::infinity());
   for (const std::string& text : world.gather(mine.dump(), "gather of times")) {
     const ordered_json theirs = ordered_json::parse(text);
@@ -133,6 +140,7 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
       r.attend += s[1];
       r.exchange += s[2];
       r.merge += s[3];
+      r.backward_times[i] = std::max(r.backward_times[i], s[4]);
     }
   }
   const double total = std::max(r.attend + r.exchange + r.merge, 1e-12);
@@ -140,8 +148,14 @@ void measure(const Communicator& world, const Problem& problem, const std::vecto
   r.exchange /= total;
   r.merge /= total;
   r.time = spread_of(r.times);
-  r.tflops = 2.0 * r.heads * (r.dim + r.value_dim) * problem.visible_pairs() /
-             (r.time.median * 1e-3) / 1e12;
+  const double pairs = 2.0 * r.heads * problem.visible_pairs();
+  r.tflops = pairs * (r.dim + r.value_dim) / (r.time.median * 1e-3) / 1e12;
+  r.goes_back = problem.goes_back();
+  if (r.goes_back) {
+    r.backward = spread_of(r.backward_times);
+    r.backward_tflops =
+        pairs * (3.0 * r.dim + 2.0 * r.value_dim) / (r.backward.median * 1e-3) / 1e12;
+  }
   r.exchange_ms = median(exchange);
   if (r.ranks > 1 && r.exchange_ms > 0)
     r.busbw =
@@ -167,6 +181,23 @@ std::string time_text(double seconds) {
     if (seconds >= unit) return fmt::format("{:.4g} {}", seconds / unit, name);
   return fmt::format("{:.4g} us", seconds * 1e6);
 }
+
+namespace {
+
+/// The lines of the backward, below those of the forward.
+std::string backward_text(const Report& r) {
+  std::string text = fmt::format(
+      "# backward: median {} ms, min {}, max {}, {:.4g} TFLOP/s | with the forward {} ms\n",
+      ms_text(r.backward.median), ms_text(r.backward.min), ms_text(r.backward.max),
+      r.backward_tflops, ms_text(r.time.median + r.backward.median));
+  if (!r.judgement || r.judgement->gradients.empty()) return text;
+  text += "# gradients, largest error (that of plain fp32):";
+  for (const GradientErrors& of : r.judgement->gradients)
+    text += fmt::format(" {} {:.1e} ({:.1e})", of.name, of.max_error, of.plain_error);
+  return text + "\n";
+}
+
+}  // namespace
 
 std::string header(const Report& r) {
   std::string score;
@@ -217,6 +248,7 @@ std::string row(const Report& r) {
         "# compared {} of {} rows with float64; plain {} attention on one device is off by "
         "{:.1e}\n",
         r.judgement->rows, r.rows, r.dtype, r.judgement->plain_error);
+  if (r.goes_back) text += backward_text(r);
   if (r.digest) text += fmt::format("# digest {:016x}\n", *r.digest);
   return text;
 }
@@ -247,6 +279,7 @@ ordered_json case_of(const Report& r) {
                     {"interleaved", r.rope.interleaved},
                     {"theta", r.rope.base},
                     {"scale", r.rope.scale}};
+  if (r.goes_back) made["backward"] = true;
   made["shard"] = r.shard;
   made["shard_queries"] = r.shard_queries;
   made["invariant"] = r.invariant;
@@ -272,6 +305,10 @@ ordered_json to_json(const Report& r) {
                     {"share", {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}}},
                     {"exchange_ms", r.exchange_ms},
                     {"busbw_gbs", r.busbw}};
+  if (r.goes_back)
+    json["backward"] = {{"time_ms", to_json(r.backward)},
+                        {"times_ms", r.backward_times},
+                        {"tflops", r.backward_tflops}};
   if (r.judgement) json["check"] = to_json(*r.judgement);
   if (r.digest) json["digest"] = fmt::format("{:016x}", *r.digest);
   return json;

@@ -17,8 +17,9 @@ namespace longspan::launcher {
 
 /// One timed run on one rank, in milliseconds.
 struct Sample {
-  double time = 0;
+  double time = 0;  // of the forward
   Phases phases;
+  double backward = 0;
 };
 
 struct Spread {
@@ -64,7 +65,11 @@ struct Report {
   std::vector<double> times;  // ms; for each run that of the slowest rank
   Spread time;                // ms
   double tflops = 0;
-  double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
+  bool goes_back = false;
+  std::vector<double> backward_times;  // ms, of the backward; `times` are of the forward
+  Spread backward;                     // ms
+  double backward_tflops = 0;
+  double attend = 0, exchange = 0, merge = 0;  // shares of the forward's time, sum 1
   double exchange_ms = 0;  // of the rank that waited least for late ones; median of the runs
   double busbw = 0;        // GB/s that a rank receives while it exchanges
 

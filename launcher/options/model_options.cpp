@@ -83,6 +83,8 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
   add_alignment(app, o.mask.alignment, work);
+  app.add_flag("--backward", o.backward, "Also its backward, for the gradients of q, k and v")
+      ->group(work);
   const char* spread = "How it is spread over the ranks";
   app.add_option("--shard", o.shard, shard_text())->group(spread)->capture_default_str();
   app.add_option("--max-workspace", o.max_workspace, "Bytes of workspace on a rank [no limit]")

@@ -39,7 +39,8 @@ struct PlanOptions {
   Layout layout = Layout::zigzag;
   std::int64_t block = kSegment;
   std::int64_t max_workspace = 0;  // bytes; 0: no limit
-  std::string machine;             // a file of constants; empty: an H200
+  bool backward = false;
+  std::string machine;  // a file of constants; empty: an H200
   std::string json;
 };
 

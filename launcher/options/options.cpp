@@ -245,6 +245,28 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
                "it. Needs --dtype bf16")
       ->group(attention);
 
+  const std::string backward = "Its backward (gradients; files are .npy)";
+  auto* back = app.add_flag("--backward", o.backward,
+                            "Also compute, time and check the gradients of q, k, v and the sinks")
+                   ->group(backward);
+  const auto gradient = [&](const char* name, std::string& file, const char* what) {
+    return app.add_option(name, file, what)
+        ->check(file_name())
+        ->type_name("FILE")
+        ->needs(back)
+        ->group(backward);
+  };
+  gradient("--dout", o.dout, "Gradient of the result, like it; with --q it is needed")->needs(q);
+  gradient("--dlse", o.dlse, "Gradient of the log-sum-exp [tokens, heads], fp32 [none]")->needs(q);
+  gradient("--dq", o.dq, "Output: gradient of q, in its shape");
+  gradient("--dk", o.dk, "Output: gradient of k");
+  gradient("--dv", o.dv, "Output: gradient of v");
+  gradient("--dsinks", o.dsinks, "Output: gradient of the sinks [heads], fp32");
+  app.add_flag("--fp32-gradients", o.fp32_gradients,
+               "Gradients of q, k and v in fp32, not in their types")
+      ->needs(back)
+      ->group(backward);
+
   const std::string spread = "How it is spread over the ranks";
   app.add_option("--shard", o.shard, shard_text())->group(spread)->capture_default_str();
   app.add_flag("--shard-queries", o.shard_queries,
@@ -392,6 +414,14 @@ void read_check(RunOptions& o, const std::string& check) {
   }
 }
 
+void check_backward(const RunOptions& o) {
+  if (o.backward && !o.q.empty() && o.dout.empty())
+    throw CLI::ValidationError("--backward",
+                               "of inputs from files it needs --dout, the gradient of the result");
+  if (!o.dsinks.empty() && o.sinks.empty())
+    throw CLI::ValidationError("--dsinks", "there are no sinks; give them with --sinks");
+}
+
 /// Refuses `--out=`, for whose value CLI11 would take the next argument.
 void refuse_empty_values(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
@@ -490,6 +520,7 @@ CommandLine parse(int argc, char** argv) {
     if (*run) {
       read_rule("--shard", line.run.shard, line.run.layout, line.run.block);
       read_check(line.run, check);
+      check_backward(line.run);
     }
     if (*decode) read_growing_rule(line.decode);
     if (*plan) read_rule("--shard", line.plan.shard, line.plan.layout, line.plan.block);

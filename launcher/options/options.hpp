@@ -55,6 +55,12 @@ struct RunOptions {
   bool fp8_products = false;
   bool bf16_products = false;
 
+  // Its backward.
+  bool backward = false;
+  std::string dout, dlse;  // from files; made from the seed with q
+  bool fp32_gradients = false;
+  std::string dq, dk, dv, dsinks;
+
   // Its distribution.
   std::string shard = "contiguous";  // as given
   Layout layout = Layout::contiguous;

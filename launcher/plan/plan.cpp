@@ -34,6 +34,7 @@ class Cluster {
                 .dtypes = {.compute = dtype_named(shape.dtype)},
                 .mask = o.mask,
                 .keys = {o.layout, o.block},
+                .gradients = o.backward,
                 .ranks_per_node = per_node_};
     const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.kv;
     // All ranks have few rows, as in decode; many rows are shared.
@@ -61,8 +62,10 @@ class Cluster {
     const auto row =
         static_cast<double>(storage_of(options_.dtypes.compute).row_bytes(options_.head_dim));
     const double rows = options_.queries ? size_.most_tokens : size_.tokens;
-    return size_.keys / ranks_ * options_.kv_heads * 2 * row +
-           rows * options_.heads * (2 * row + 4);
+    const double keys = size_.keys / ranks_ * options_.kv_heads * 2 * row;
+    const double queries = rows * options_.heads * row;
+    const double gradients = options_.gradients ? keys + 2 * queries : 0;  // and dout
+    return keys + 2 * queries + 4 * rows * options_.heads + gradients;
   }
 
   /// Seconds of all the work, shared evenly and without transfers.
@@ -71,7 +74,7 @@ class Cluster {
     alone.queries.reset();
     alone.limits.max_workspace = 0;
     const auto one = forecast(alone, {.ranks = 1}, size_, machine_);
-    return one.front().attend / ranks_;
+    return (one.front().attend + one.front().backward) / ranks_;
   }
 
  private:
@@ -97,9 +100,13 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       o.tokens > 0 ? o.tokens : o.kv, cluster.shares_rows() ? "sharded" : "replicated",
       options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
       options.mask.causal ? "causal" : "full");
-  text += fmt::format("#{:<21}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{:>12}{:>9}{:>11}\n",
+  const auto of_backward = [&](const auto& time, const auto& bytes) {
+    return options.gradients ? fmt::format("{:>11}{:>12}", time, bytes) : "";
+  };
+  text += fmt::format("#{:<21}{:>11}{:>11}{:>11}{:>11}{:>11}{:>12}{:>12}{}{:>12}{:>9}{:>11}\n",
                       "strategy", "time", "attend", "exchange", "hidden", "merge", "received",
-                      "from nodes", "memory", "balance", "efficiency");
+                      "from nodes", of_backward("backward", "received"), "memory", "balance",
+                      "efficiency");
   const double ideal = cluster.ideal();
   for (const Forecast& f : rows) {
     text += fmt::format("{}{:<21}", &f == best ? ">" : " ", f.strategy->name);
@@ -107,11 +114,12 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       text += fmt::format("  no: {}\n", f.refusal);
       continue;
     }
-    text += fmt::format("{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{:>12}{:>9.3f}{:>11.3f}\n",
-                        time_text(f.seconds()), time_text(f.attend), time_text(f.exchange),
-                        time_text(f.hidden), time_text(f.merge), text_of(f.cost.received_bytes),
-                        text_of(f.far_bytes), text_of(cluster.tensors() + f.cost.workspace_bytes),
-                        f.balance, ideal / f.seconds());
+    text += fmt::format(
+        "{:>11}{:>11}{:>11}{:>11}{:>9}{:>12}{:>12}{}{:>12}{:>9.3f}{:>11.3f}\n",
+        time_text(f.seconds()), time_text(f.attend), time_text(f.exchange), time_text(f.hidden),
+        time_text(f.merge), text_of(f.cost.received_bytes), text_of(f.far_bytes),
+        of_backward(time_text(f.backward), text_of(f.cost.backward.received_bytes)),
+        text_of(cluster.tensors() + f.cost.workspace_bytes), f.balance, ideal / f.seconds());
   }
   return text +
          "# memory: inputs, outputs and workspace of a rank, but for the scratch of kernels\n";
@@ -125,6 +133,7 @@ nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster, cons
                               {"constants", to_json(machine)},
                               {"kv_len", o.kv},
                               {"tokens", o.tokens > 0 ? o.tokens : o.kv},
+                              {"backward", o.backward},
                               {"chosen", best ? best->strategy->name : ""}};
   for (const Forecast& f : rows) {
     nlohmann::ordered_json one{{"strategy", f.strategy->name}, {"refusal", f.refusal}};
@@ -134,6 +143,10 @@ nlohmann::ordered_json record(const PlanOptions& o, const Cluster& cluster, cons
       one["exchange_s"] = f.exchange;
       one["hidden_s"] = f.hidden;
       one["merge_s"] = f.merge;
+      if (o.backward) {
+        one["backward_s"] = f.backward;
+        one["backward_received_bytes"] = f.cost.backward.received_bytes;
+      }
       one["balance"] = f.balance;
       one["received_bytes"] = f.cost.received_bytes;
       one["received_from_nodes_bytes"] = f.far_bytes;

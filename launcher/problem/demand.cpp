@@ -119,11 +119,12 @@ std::string mostly(const Demand::Parts& parts) {
 constexpr const char* kAdvice =
     "Take fewer or shorter sequences, fewer query rows or fewer heads, or more nodes";
 
-/// The bytes that the oracle takes: the keys and values of some heads in float64, and weights of
-/// some rows.
+/// The bytes that the oracle takes: the keys and values of some heads in float64, and for some rows
+/// weights and, with gradients, the same keys and values in fp32.
 double oracle(const Options& o, double kv_len, int threads) {
-  const double columns = (o.head_dim + o.of_values()) * heads_at_once(o, kv_len);
-  return kv_len * 8.0 * (columns + 8.0 * std::max(1, threads));
+  const double columns = o.head_dim + o.of_values();
+  const double of_row = o.gradients ? 16.0 + columns / 2 : 8.0;
+  return kv_len * 8.0 * (columns * heads_at_once(o, kv_len) + of_row * std::max(1, threads));
 }
 
 }  // namespace
@@ -164,9 +165,18 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
                         {"queries", query_row * own_rows},
                         {"results", result},
                         {"the layer's workspace", cost.workspace_bytes}};
+  double gradients = 0;
+  if (problem.goes_back()) {
+    const RowBytes row(problem);
+    gradients = bytes(row.dq, own_rows) + bytes(row.dk + row.dv, keys);
+    const std::size_t given = problem.dout.row_bytes() + (problem.dlse ? row.lse : 0);
+    tensors.emplace_back("gradients", gradients + bytes(given, own_rows));
+  }
   const bool gpu = world.device() == Device::cuda;
   (gpu ? demand.device : demand.host) = tensors;
-  demand.host.emplace_back("results that are compared and written", result + 24 * own_rows);
+  demand.host.emplace_back(
+      "results that are compared and written",
+      result + gradients + 24 * own_rows + (problem.goes_back() ? 24 * keys : 0));
   demand.host.emplace_back("lists of the batch", 32.0 * problem.batch());
   if (gpu) demand.host.emplace_back("copies on their way to the GPU", key_bytes);
   if (checked_rows != 0)

@@ -45,15 +45,14 @@ Source from_file(const NpyFile& file, const std::string& label) {
   if (shape.size() != 3 || shape[1] < 1 || shape[2] < 1 || shape[1] > 65536 || shape[2] > 65536)
     throw InputError(fmt::format("{} ({}) has shape {}; [tokens, heads, dim] was expected",
                                  file.path(), label, file.shape_text()));
-  Source source{file.dtype(),
-                shape[0],
-                static_cast<int>(shape[1]),
-                static_cast<int>(shape[2]),
-                fmt::format("{} {}", file.path(), file.shape_text()),
-                {}};
-  const std::size_t row_bytes = source.row_bytes();
-  source.read = [file, row_bytes](std::int64_t row, std::int64_t first, std::int64_t count,
-                                  void* to) {
+  return in_file(file, shape[0], static_cast<int>(shape[1]), static_cast<int>(shape[2]));
+}
+
+Source in_file(const NpyFile& file, std::int64_t rows, int heads, int dim) {
+  Source source{
+      file.dtype(), rows, heads, dim, fmt::format("{} {}", file.path(), file.shape_text()), {}};
+  source.read = [file, row_bytes = source.row_bytes()](std::int64_t row, std::int64_t first,
+                                                       std::int64_t count, void* to) {
     const std::size_t size = size_of(file.dtype());
     file.read(row * row_bytes + first * size, count * size, to);
   };

@@ -41,6 +41,11 @@ Source quantised(Source source, DType to, const std::vector<float>& scale);
 
 /// Reads the tensor in a file; throws InputError where it is not [rows, heads, dim].
 Source from_file(const NpyFile& file, const std::string& label);
+/// The array of a file, of any shape, as that tensor.
+Source in_file(const NpyFile& file, std::int64_t rows, int heads, int dim);
+
+/// The numbers of tensors in `generated`, beside those of q, k and v (0, 1, 2).
+constexpr std::uint32_t kOfDout = 20, kOfDlse = 21;
 
 /// Calls f(i) for i in [0, count), on up to `threads` threads, each with one range of i.
 void parallel_for(std::int64_t count, int threads, const std::function<void(std::int64_t)>& f);

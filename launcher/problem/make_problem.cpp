@@ -83,6 +83,30 @@ void take_sinks(Problem& problem, const RunOptions& o) {
   file.read(0, problem.sinks.size() * sizeof(float), problem.sinks.data());
 }
 
+/// The gradients of the results.
+void take_gradients(Problem& problem, const RunOptions& o, std::uint64_t seed) {
+  problem.options.gradients = true;
+  problem.fp32_gradients = o.fp32_gradients;
+  const Source& q = problem.q;
+  if (o.dout.empty()) {
+    problem.dout = generated(seed, kOfDout, q.dtype, q.rows, q.heads, problem.v.dim);
+    return;
+  }
+  problem.dout = from_file(NpyFile(o.dout, o.dtype), "--dout");
+  const Source& dout = problem.dout;
+  require(dout.rows == q.rows && dout.heads == q.heads && dout.dim == problem.v.dim,
+          "{}: the gradient of the result has its shape, [{}, {}, {}]", dout.label, q.rows, q.heads,
+          problem.v.dim);
+  require(dout.dtype == q.dtype, "{} is {}, but {} is {}; the types must be equal", q.label,
+          name(q.dtype), dout.label, name(dout.dtype));
+  if (o.dlse.empty()) return;
+  const NpyFile file(o.dlse, "fp32");
+  require(file.shape() == std::vector<std::int64_t>{q.rows, q.heads},
+          "{} (--dlse) has shape {}; [{}, {}] was expected, a number for each row and head", o.dlse,
+          file.shape_text(), q.rows, q.heads);
+  problem.dlse = in_file(file, q.rows, q.heads, 1);
+}
+
 /// Documents and padding of every sequence.
 void take_hidden(Problem& problem, const RunOptions& o) {
   const std::size_t batch = problem.kv_lens.size();
@@ -138,6 +162,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .debug = {.profile = true}};
   if (const auto alibi = choice_named<Alibi>(o.alibi)) problem.options.score.alibi = *alibi;
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
+  if (o.backward) take_gradients(problem, o, world.seed);
   return problem;
 }
 

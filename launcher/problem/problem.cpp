@@ -42,6 +42,24 @@ std::vector<std::int64_t> rows_on(const Problem& problem, int rank, int ranks) {
   return rows;
 }
 
+/// A key that a rank holds: its number in the whole k, and its place in the rank's memory.
+struct OwnKey {
+  std::int64_t number, slot;
+};
+
+/// Lists the keys of a rank in the order of its memory, which has no pages.
+std::vector<OwnKey> keys_on(const Problem& problem, const Shard& shard) {
+  std::vector<OwnKey> keys;
+  const auto start = problem.key_start();
+  for (int b = 0; b < problem.batch(); ++b) {
+    const std::int64_t length = problem.kv_lens[b];
+    const std::int64_t first = problem.capacity > 0 ? b * problem.capacity : std::ssize(keys);
+    for (std::int64_t i = 0; i < shard.local_len(length); ++i)
+      keys.push_back({start[b] + shard.position(i, length), first + i});
+  }
+  return keys;
+}
+
 /// The elements in a chunk of x-packed keys: 16 bytes, or less where they do not divide the dim.
 std::int64_t chunk_of(DType dtype, int dim) {
   int chunk = storage_of(dtype).elements(16);
@@ -88,7 +106,9 @@ Options Problem::layer_options(int ranks) const {
   fitted.limits = {
       .max_tokens = queries ? static_cast<std::int64_t>(run_size(ranks).most_tokens) : tokens(),
       .max_batch = batch(),
-      .max_kv_len = *std::max_element(kv_lens.begin(), kv_lens.end()),
+      // 0 is an unknown length, which gradients do not take.
+      .max_kv_len =
+          std::max(*std::max_element(kv_lens.begin(), kv_lens.end()), goes_back() ? 1 : 0),
       .max_total_keys = std::accumulate(kv_lens.begin(), kv_lens.end(), std::int64_t{0}),
       .max_query_len = *std::max_element(q_lens.begin(), q_lens.end()),
       .dense_keys = keys_lie_dense()};
@@ -229,6 +249,7 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
   if (!problem.sinks.empty()) args_.sinks = array<float>(sinks_, device);
   if (problem.queries) args_.total_tokens = problem.tokens();
   take_features();
+  if (problem.goes_back()) take_gradients();
 }
 
 void Trial::take_features() {
@@ -264,6 +285,41 @@ void Trial::take_features() {
                        {p.batch(), std::ssize(p.documents) / p.batch()},
                        device};
   if (!p.left_padding.empty()) args_.left_padding = array<std::int32_t>(left_padding_, device);
+}
+
+void Trial::take_gradients() {
+  const Problem& p = problem_;
+  const Device device = world_.device();
+  const auto own_rows = std::ssize(rows_);
+  const auto rows_of = [&](const Source& source) {
+    return filled(device, source.row_bytes() * own_rows, [&](std::byte* to) {
+      parallel_for(own_rows, p.options.threads, [&](std::int64_t i) {
+        source.read(rows_[i], 0, source.row_size(), to + i * source.row_bytes());
+      });
+    });
+  };
+  const auto like = [&](const Tensor& tensor, Buffer& buffer) {
+    const auto bytes = tensor.size() * static_cast<std::int64_t>(size_of(p.gradient_dtype()));
+    buffer = poisoned(device, bytes);
+    Tensor gradient = tensor;
+    gradient.data = buffer.data();
+    gradient.dtype = p.gradient_dtype();
+    return gradient;
+  };
+  dout_ = rows_of(p.dout);
+  back_.run = args_;
+  back_.dout = Tensor(dout_.data(), p.dout.dtype, {own_rows, p.options.heads, p.dout.dim}, device);
+  if (p.dlse) {
+    dlse_ = rows_of(*p.dlse);
+    back_.dlse =
+        Lse::tokens_heads(Tensor(dlse_.data(), DType::fp32, {own_rows, p.options.heads}, device));
+  }
+  back_.dq = like(args_.q, dq_);
+  back_.dk = like(args_.k, dk_);
+  back_.dv = like(args_.v, dv_);
+  if (p.sinks.empty()) return;
+  dsinks_ = poisoned(device, p.sinks.size() * sizeof(float));
+  back_.dsinks = {static_cast<const float*>(dsinks_.data()), {p.options.heads}, device};
 }
 
 Tensor Trial::page_view(void* data, bool values) const {
@@ -309,34 +365,35 @@ Buffer Trial::pages(const Source& source, bool values) const {
 
 Buffer Trial::keys_in_place(const Source& source) const {
   const std::size_t row_bytes = source.row_bytes();
-  const auto start = problem_.key_start();
-  std::int64_t packed = 0;
-  for (const std::int64_t length : problem_.kv_lens) packed += shard_.local_len(length);
-  const std::int64_t slots = problem_.capacity > 0 ? problem_.capacity * problem_.batch() : packed;
-
+  const std::vector<OwnKey> keys = keys_on(problem_, shard_);
+  const std::int64_t slots =
+      problem_.capacity > 0 ? problem_.capacity * problem_.batch() : std::ssize(keys);
   return filled(world_.device(), slots * row_bytes, [&](std::byte* to) {
     if (problem_.capacity > 0) std::memset(to, 0xff, slots * row_bytes);
-    std::int64_t first = 0;
-    for (int b = 0; b < problem_.batch(); ++b) {
-      const std::int64_t length = problem_.kv_lens[b], own = shard_.local_len(length);
-      if (problem_.capacity > 0) first = b * problem_.capacity;
-      parallel_for(own, problem_.options.threads, [&](std::int64_t i) {
-        source.read(start[b] + shard_.position(i, length), 0, source.row_size(),
-                    to + (first + i) * row_bytes);
-      });
-      first += own;
-    }
+    parallel_for(std::ssize(keys), problem_.options.threads, [&](std::int64_t i) {
+      source.read(keys[i].number, 0, source.row_size(), to + keys[i].slot * row_bytes);
+    });
   });
 }
 
 void Trial::run() {
+  forward();
+  if (problem_.goes_back()) backward();
+}
+
+void Trial::forward() {
   queue({});
   layer_->wait();
 }
 
+void Trial::backward() {
+  layer_->backward(back_);
+  layer_->wait();
+}
+
 void Trial::poison() {
-  launcher::poison(world_.device(), out_);
-  launcher::poison(world_.device(), lse_);
+  for (Buffer* output : {&out_, &lse_, &dq_, &dk_, &dv_, &dsinks_})
+    launcher::poison(world_.device(), *output);
 }
 
 void Trial::take_strategy(const std::string& name) {
@@ -346,88 +403,168 @@ void Trial::take_strategy(const std::string& name) {
 }
 
 Answer Trial::answer() const {
-  Answer answer{rows_, std::vector<std::byte>(out_.bytes()),
-                std::vector<float>(lse_.bytes() / sizeof(float))};
-  if (!rows_.empty()) {
-    out_.download(answer.out.data());
-    lse_.download(answer.lse.data());
-    unite_nans(answer.out, layer_->options().dtypes.of_out());
-  }
+  const auto bytes_of = [](const Buffer& buffer) {
+    std::vector<std::byte> bytes(buffer.bytes());
+    if (!bytes.empty()) buffer.download(bytes.data());
+    return bytes;
+  };
+  const auto floats_of = [](const Buffer& buffer) {
+    std::vector<float> floats(buffer.bytes() / sizeof(float));
+    if (!floats.empty()) buffer.download(floats.data());
+    return floats;
+  };
+  Answer answer{.rows = rows_, .out = bytes_of(out_), .lse = floats_of(lse_)};
+  unite_nans(answer.out, layer_->options().dtypes.of_out());
+  if (!problem_.goes_back()) return answer;
+  answer.dq = bytes_of(dq_);
+  answer.dsinks = floats_of(dsinks_);
+  const std::vector<OwnKey> keys = keys_on(problem_, shard_);
+  for (const OwnKey& key : keys) answer.keys.push_back(key.number);
+  const auto rows_of = [&](const Buffer& buffer, std::size_t row_bytes) {
+    const std::vector<std::byte> all = bytes_of(buffer);
+    std::vector<std::byte> own(keys.size() * row_bytes);
+    for (std::size_t i = 0; i < keys.size(); ++i)
+      std::memcpy(&own[i * row_bytes], &all[keys[i].slot * row_bytes], row_bytes);
+    return own;
+  };
+  const RowBytes bytes(problem_);
+  answer.dk = rows_of(dk_, bytes.dk);
+  answer.dv = rows_of(dv_, bytes.dv);
   return answer;
 }
 
-Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
-                   const std::vector<std::int64_t>& rows) {
-  const std::size_t row_bytes = problem.out_row_bytes(),
-                    lse_bytes = sizeof(float) * problem.q.heads;
-  Answer whole{rows, std::vector<std::byte>(rows.size() * row_bytes),
-               std::vector<float>(rows.size() * problem.q.heads)};
-  const auto place_of = [&](std::int64_t row) -> std::ptrdiff_t {
-    const auto at = std::lower_bound(rows.begin(), rows.end(), row);
-    return at == rows.end() || *at != row ? -1 : at - rows.begin();
-  };
-  const auto place = [&](std::ptrdiff_t at, const void* out, const void* lse) {
-    std::memcpy(whole.out.data() + at * row_bytes, out, row_bytes);
-    std::memcpy(whole.lse.data() + at * problem.q.heads, lse, lse_bytes);
-  };
+namespace {
 
-  std::string mine;  // records of place, out and lse
-  for (std::size_t i = 0; i < answer.rows.size(); ++i) {
-    const std::ptrdiff_t at = place_of(answer.rows[i]);
-    if (at < 0) continue;
-    const std::byte* out = answer.out.data() + i * row_bytes;
-    const float* lse = answer.lse.data() + i * problem.q.heads;
-    if (!problem.queries) {
-      place(at, out, lse);
-      continue;
+/// An array of rows that this rank has, and one of the wanted rows, to be filled.
+struct Gathered {
+  const std::byte* from;
+  std::byte* to;
+  std::size_t row_bytes;
+};
+
+/// Fills the arrays with the `wanted` rows, which ascend, from the ranks that have them.
+/// Collective, but where every rank has all rows.
+void gather(const Communicator& world, const std::vector<std::int64_t>& held,
+            const std::vector<std::int64_t>& wanted, bool all_have_them,
+            std::span<const Gathered> arrays, const char* step) {
+  std::size_t record = sizeof(std::ptrdiff_t);
+  for (const Gathered& array : arrays) record += array.row_bytes;
+  std::string mine;  // records of a row's place, and of the row in each array
+  for (std::size_t i = 0; i < held.size(); ++i) {
+    const auto found = std::lower_bound(wanted.begin(), wanted.end(), held[i]);
+    if (found == wanted.end() || *found != held[i]) continue;
+    const std::ptrdiff_t at = found - wanted.begin();
+    if (!all_have_them) mine.append(reinterpret_cast<const char*>(&at), sizeof at);
+    for (const Gathered& array : arrays) {
+      const std::byte* const row = array.from + i * array.row_bytes;
+      if (all_have_them)
+        std::memcpy(array.to + at * array.row_bytes, row, array.row_bytes);
+      else
+        mine.append(reinterpret_cast<const char*>(row), array.row_bytes);
     }
-    mine.append(reinterpret_cast<const char*>(&at), sizeof at);
-    mine.append(reinterpret_cast<const char*>(out), row_bytes);
-    mine.append(reinterpret_cast<const char*>(lse), lse_bytes);
   }
-  if (!problem.queries) return whole;
-
-  for (const std::string& records : world.gather(mine, "gather of result rows")) {
-    for (std::size_t i = 0; i < records.size();
-         i += sizeof(std::ptrdiff_t) + row_bytes + lse_bytes) {
+  if (all_have_them) return;
+  for (const std::string& records : world.gather(mine, step)) {
+    for (std::size_t i = 0; i < records.size(); i += record) {
+      const char* row = records.data() + i;
       std::ptrdiff_t at;
-      std::memcpy(&at, records.data() + i, sizeof at);
-      const char* out = records.data() + i + sizeof at;
-      place(at, out, out + row_bytes);
+      std::memcpy(&at, row, sizeof at);
+      row += sizeof at;
+      for (const Gathered& array : arrays) {
+        std::memcpy(array.to + at * array.row_bytes, row, array.row_bytes);
+        row += array.row_bytes;
+      }
     }
   }
+}
+
+std::byte* bytes_of(std::vector<float>& floats) {
+  return reinterpret_cast<std::byte*>(floats.data());
+}
+const std::byte* bytes_of(const std::vector<float>& floats) {
+  return reinterpret_cast<const std::byte*>(floats.data());
+}
+
+}  // namespace
+
+Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
+                   const std::vector<std::int64_t>& rows, const std::vector<std::int64_t>& keys) {
+  const RowBytes bytes(problem);
+  Answer whole{.rows = rows,
+               .out = std::vector<std::byte>(rows.size() * bytes.out),
+               .lse = std::vector<float>(rows.size() * problem.q.heads)};
+  std::vector<Gathered> arrays{{answer.out.data(), whole.out.data(), bytes.out},
+                               {bytes_of(answer.lse), bytes_of(whole.lse), bytes.lse}};
+  if (problem.goes_back()) {
+    whole.dq.resize(rows.size() * bytes.dq);
+    arrays.push_back({answer.dq.data(), whole.dq.data(), bytes.dq});
+  }
+  gather(world, answer.rows, rows, !problem.queries, arrays, "gather of result rows");
+  if (!problem.goes_back()) return whole;
+
+  whole.dsinks = answer.dsinks;
+  whole.keys = keys;
+  whole.dk.resize(keys.size() * bytes.dk);
+  whole.dv.resize(keys.size() * bytes.dv);
+  const Gathered of_keys[] = {{answer.dk.data(), whole.dk.data(), bytes.dk},
+                              {answer.dv.data(), whole.dv.data(), bytes.dv}};
+  gather(world, answer.keys, keys, false, of_keys, "gather of gradients");
   return whole;
 }
 
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer) {
-  // The digest is a sum over rows, each hashed with its place in the whole, so it needs no order of
-  // ranks.
-  const std::size_t row_bytes = problem.out_row_bytes();
-  std::vector<std::uint64_t> hashes(answer.rows.size());
-  parallel_for(static_cast<std::int64_t>(hashes.size()), problem.options.threads,
-               [&](std::int64_t i) {
-                 std::uint64_t hash = mix(answer.rows[i] + 1);
-                 for (std::size_t at = 0; at < row_bytes; at += sizeof(std::uint64_t)) {
-                   std::uint64_t word = 0;
-                   std::memcpy(&word, answer.out.data() + i * row_bytes + at,
-                               std::min(sizeof word, row_bytes - at));
-                   hash = mix(hash ^ word) + at;
-                 }
-                 hashes[i] = hash;
-               });
-  const std::uint64_t mine = std::accumulate(hashes.begin(), hashes.end(), std::uint64_t{0});
+  // The digest is a sum over rows and keys, each hashed with its place in the whole, so it needs no
+  // order of ranks.
+  const auto hash_of = [&](std::uint64_t hash, const std::byte* row, std::size_t row_bytes) {
+    for (std::size_t at = 0; at < row_bytes; at += sizeof(std::uint64_t)) {
+      std::uint64_t word = 0;
+      std::memcpy(&word, row + at, std::min(sizeof word, row_bytes - at));
+      hash = mix(hash ^ word) + at;
+    }
+    return hash;
+  };
+  struct Rows {
+    const std::byte* data;
+    std::size_t row_bytes;
+  };
+  const auto sum_of = [&](const std::vector<std::int64_t>& numbers, std::uint64_t salt,
+                          std::initializer_list<Rows> arrays) {
+    std::vector<std::uint64_t> hashes(numbers.size());
+    parallel_for(std::ssize(numbers), problem.options.threads, [&](std::int64_t i) {
+      hashes[i] = mix(numbers[i] + 1 + salt);
+      for (const Rows& rows : arrays)
+        hashes[i] = hash_of(hashes[i], rows.data + i * rows.row_bytes, rows.row_bytes);
+    });
+    return std::accumulate(hashes.begin(), hashes.end(), std::uint64_t{0});
+  };
+  constexpr std::uint64_t kOfKeys = std::uint64_t{1} << 62;  // apart from the rows'
+  const RowBytes bytes(problem);
+  std::uint64_t own = 0;     // of this rank alone
+  std::uint64_t common = 0;  // the same on all ranks
+  (problem.queries ? own : common) =
+      problem.goes_back()
+          ? sum_of(answer.rows, 0, {{answer.out.data(), bytes.out}, {answer.dq.data(), bytes.dq}})
+          : sum_of(answer.rows, 0, {{answer.out.data(), bytes.out}});
+  if (problem.goes_back()) {
+    own +=
+        sum_of(answer.keys, kOfKeys, {{answer.dk.data(), bytes.dk}, {answer.dv.data(), bytes.dv}});
+    common += hash_of(0, bytes_of(answer.dsinks), answer.dsinks.size() * sizeof(float));
+  }
 
-  std::uint64_t sum = 0;
-  const std::vector<std::string> all = world.gather(fmt::to_string(mine), "digest of the result");
+  std::uint64_t sum = common;
+  const std::vector<std::string> all =
+      world.gather(fmt::format("{} {}", own, common), "digest of the result");
+  const auto common_of = [](const std::string& text) { return text.substr(text.find(' ')); };
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     sum += std::stoull(all[rank]);
-    if (!problem.queries && all[rank] != all[0])
-      throw SharedError(ErrorKind::wrong_result,
-                        fmt::format("the results of ranks 0 and {} differ in their bits; with "
-                                    "replicated queries they must be equal: a defect of longspan",
-                                    rank));
+    if (common_of(all[rank]) != common_of(all[0]))
+      throw SharedError(
+          ErrorKind::wrong_result,
+          fmt::format("the results of ranks 0 and {} differ in their bits; what every "
+                      "rank gets must be equal: a defect of longspan",
+                      rank));
   }
-  return problem.queries ? sum : mine;
+  return sum;
 }
 
 }  // namespace longspan::launcher

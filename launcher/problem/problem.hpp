@@ -38,10 +38,13 @@ struct Problem {
   Options options;  // limits come from the lengths, keys and queries from the cuts
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
   Source q;                                         // [sum of q_lens, heads, head_dim]
-  Source k, v;                 // [sum of kv_lens, kv_heads, head_dim or value_dim]
-  std::vector<float> sinks;    // [heads], or none
-  std::vector<float> slopes;   // [heads] or [batch, heads] ALiBi, or none
-  std::vector<float> qq_bias;  // [qq_width, qq_width], or none
+  Source k, v;                  // [sum of kv_lens, kv_heads, head_dim or value_dim]
+  Source dout;                  // gradient of the result, like it, where options.gradients
+  std::optional<Source> dlse;   // gradient of lse: [sum of q_lens, heads, 1] fp32
+  bool fp32_gradients = false;  // fp32, not the types of q, k and v
+  std::vector<float> sinks;     // [heads], or none
+  std::vector<float> slopes;    // [heads] or [batch, heads] ALiBi, or none
+  std::vector<float> qq_bias;   // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;        // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;     // [batch, count + 1] starts and end; or none
@@ -71,6 +74,8 @@ struct Problem {
   double scale() const;
   int value_dim() const { return options.of_values(); }
   DType out_dtype() const { return options.dtypes.of_out(); }
+  bool goes_back() const { return options.gradients; }
+  DType gradient_dtype() const { return fp32_gradients ? DType::fp32 : q.dtype; }
   std::size_t out_row_bytes() const {
     return static_cast<std::size_t>(options.heads * storage_of(out_dtype()).row_bytes(value_dim()));
   }
@@ -84,11 +89,28 @@ struct Problem {
   double visible_pairs() const;
 };
 
+/// The bytes of one row of the result, or of one key's gradients, in an Answer.
+struct RowBytes {
+  std::size_t out, lse, dq, dk, dv;
+  explicit RowBytes(const Problem& p)
+      : out(p.out_row_bytes()),
+        lse(sizeof(float) * p.q.heads),
+        dq(size_of(p.gradient_dtype()) * p.q.row_size()),
+        dk(size_of(p.gradient_dtype()) * p.k.row_size()),
+        dv(size_of(p.gradient_dtype()) * p.v.row_size()) {}
+};
+
 /// The part of the answer that this rank got.
 struct Answer {
   std::vector<std::int64_t> rows;  // of the whole q
   std::vector<std::byte> out;      // [rows, heads, value_dim] in the problem's out dtype
   std::vector<float> lse;          // [rows, heads]
+
+  // With a backward, in the problem's gradient dtype:
+  std::vector<std::byte> dq;       // [rows, heads, head_dim]
+  std::vector<std::int64_t> keys;  // of the whole k
+  std::vector<std::byte> dk, dv;   // [keys, kv_heads, head_dim or value_dim]
+  std::vector<float> dsinks;       // [heads], where there are sinks
 };
 
 /// A problem that is ready to run. Its constructor is collective.
@@ -99,8 +121,14 @@ class Trial {
   /// With another strategy than that of the problem.
   Trial(const Communicator& world, const Problem& problem, const std::string& strategy);
 
-  /// Runs once and waits. Outputs are NaN before the first run.
+  /// Runs once, with its backward where the problem has one, and waits. Outputs are NaN before the
+  /// first run.
   void run();
+  /// Runs once without the backward, and waits.
+  void forward();
+  /// Does the backward of the last run, and waits.
+  void backward();
+  bool goes_back() const { return problem_.goes_back(); }
   /// Queues a run.
   void queue(Stream stream) { layer_->run(args_, stream); }
   /// Makes the outputs NaN again.
@@ -114,6 +142,7 @@ class Trial {
  private:
   Options layer_options(const std::string& strategy) const;
   void take_features();
+  void take_gradients();
   Buffer keys_in_place(const Source& source) const;
   Buffer pages(const Source& source, bool values) const;
   Tensor page_view(void* data, bool values) const;
@@ -128,14 +157,19 @@ class Trial {
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;
+  Buffer dout_, dlse_, dq_, dk_, dv_, dsinks_;  // where the problem goes back
+  GradientArgs back_;
 };
 
-/// Gathers the given rows (of the whole q, ascending) on every rank, from any rank. Collective.
+/// Gathers the given rows of the whole q, and gradients of the given keys of the whole k, on every
+/// rank, from any rank. Both ascend. Collective.
 Answer gather_rows(const Communicator& world, const Problem& problem, const Answer& answer,
-                   const std::vector<std::int64_t>& rows);
+                   const std::vector<std::int64_t>& rows,
+                   const std::vector<std::int64_t>& keys = {});
 
-/// A digest of 64 bits of every bit of the whole output, independent of how it is spread over
-/// ranks. Collective; throws a SharedError (wrong_result) where ranks hold different copies.
+/// A digest of 64 bits of every bit of the whole output, gradients included, independent of how it
+/// is spread over ranks. Collective; throws a SharedError (wrong_result) where ranks hold different
+/// copies.
 std::uint64_t digest(const Communicator& world, const Problem& problem, const Answer& answer);
 
 }  // namespace longspan::launcher

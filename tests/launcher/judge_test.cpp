@@ -316,5 +316,82 @@ TEST(Rows, AreSpreadAndKeepTheEnds) {
   EXPECT_TRUE(sample_rows(p, 0, 1).empty());
 }
 
+/// A problem that goes back, and the answer of the library.
+struct Backward {
+  Problem problem;
+  Answer answer;
+
+  explicit Backward(DType dtype) : problem(make_problem(dtype)) {
+    problem.options.gradients = true;
+    problem.fp32_gradients = dtype == fp32;
+    problem.dout = generated(7, kOfDout, dtype, kTokens, kHeads, kDim);
+    problem.dlse = generated(7, kOfDlse, fp32, kTokens, kHeads, 1);
+    problem.sinks = {0.5f, -1.0f, 1.0f, 0.0f};
+    Trial trial(self(), problem);
+    trial.run();
+    answer = trial.answer();
+  }
+  Judgement judged() const {
+    return judge(self(), problem, answer, sample_rows(problem, -1, 0), sample_keys(problem, -1, 0));
+  }
+};
+
+TEST_P(JudgeTest, FindsGradientsRight) {
+  const Judgement j = Backward(GetParam()).judged();
+  EXPECT_TRUE(j.right) << complaint(j);
+  ASSERT_EQ(j.gradients.size(), 4u);
+  for (const GradientErrors& of : j.gradients) {
+    EXPECT_EQ(of.wrong, 0) << of.name;
+    EXPECT_GT(of.largest, 0) << of.name;
+  }
+}
+
+/// One element that is off by some units in the last place of the largest is found, in each
+/// gradient.
+TEST_P(JudgeTest, FindsOneWrongElementOfAGradient) {
+  const Backward right(GetParam());
+  const DType dtype = right.problem.gradient_dtype();
+  const double ulp = dtype == fp32 ? 0x1p-23 : dtype == fp16 ? 0x1p-10 : 0x1p-7;
+  const Judgement before = right.judged();
+  for (std::size_t which = 0; which < 4; ++which) {
+    Backward wrong = right;
+    const bool of_sinks = which == 3;
+    const GradientErrors& of = before.gradients[which];
+    void* const gradients[] = {wrong.answer.dq.data(), wrong.answer.dk.data(),
+                               wrong.answer.dv.data(), wrong.answer.dsinks.data()};
+    const DType type = of_sinks ? fp32 : dtype;
+    const auto more = static_cast<float>((of_sinks ? 64 * 0x1p-23 : 16 * ulp) * of.largest);
+    store(gradients[which], type, 1, static_cast<float>(load(gradients[which], type, 1)) + more);
+    const Judgement j = wrong.judged();
+    EXPECT_FALSE(j.right) << of.name;
+    EXPECT_EQ(j.wrong, 1) << of.name;
+    EXPECT_EQ(j.gradients[which].wrong, 1) << of.name;
+    EXPECT_NE(complaint(j).find(std::string("elements of ") + of.name), std::string::npos);
+  }
+}
+
+/// A key's gradients that leave out one row, and a row's that leave out one key.
+TEST_P(JudgeTest, FindsAMissingTerm) {
+  Backward other(GetParam());
+  other.problem.options.mask.window = kKeys - 1;  // the last row does not see the first key
+  Trial trial(self(), other.problem);
+  trial.run();
+  other.problem.options.mask.window = 0;
+  Answer found = trial.answer();
+  found.out = other.answer.out;
+  found.lse = other.answer.lse;
+  other.answer = found;
+  const Judgement j = other.judged();
+  EXPECT_FALSE(j.right);
+  for (std::size_t which = 0; which < 3; ++which)
+    EXPECT_GT(j.gradients[which].wrong, 0) << j.gradients[which].name;
+}
+
+TEST(JudgeOfGradients, KeepsNan) {
+  Backward b(fp32);
+  std::memset(b.answer.dk.data(), 0xff, sizeof(float));
+  EXPECT_EQ(b.judged().wrong, 1);
+}
+
 }  // namespace
 }  // namespace longspan::launcher

@@ -71,14 +71,12 @@ def rotated(row, position, dim, interleaved=False, theta=10000.0, scale=1.0):
     return made
 
 
-def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0,
-              scale=None, sinks=None, alibi=None, value_dim=None, rope=None, documents=None, padding=0,
-              upper_left=False):
-    """(out, lse) in float64; rows are at the end of the sequence, or with upper_left at its start."""
+def scored_rows(q, k, tokens, keys, heads, kv_heads, dim, causal=False, window=0, softcap=0.0, scale=None,
+                alibi=None, rope=None, documents=None, padding=0, upper_left=False):
+    """(head, row, places of the visible keys, slopes of the softcap, scores) of each row and head; rows are
+    at the end of the sequence, or with upper_left at its start."""
     scale = dim ** -0.5 if scale is None else scale
-    value_dim = dim if value_dim is None else value_dim
     start = 0 if upper_left else keys - tokens
-    out, lse = [], []
     for t in range(tokens):
         position = start + t
         first = max(0, position - window + 1) if window else 0
@@ -94,21 +92,59 @@ def attention(q, k, v, tokens, keys, heads, kv_heads, dim, causal=False, window=
             places = [j * kv_heads + h // (heads // kv_heads) for j in range(first, last)]
             scores = [scale * math.fsum(a * b for a, b in zip(row, k[p * dim:(p + 1) * dim]))
                       for p in places]
+            slopes = [1.0] * len(scores)
             if softcap:
+                slopes = [1 - math.tanh(s / softcap) ** 2 for s in scores]
                 scores = [softcap * math.tanh(s / softcap) for s in scores]
             if alibi:
                 slope = 2.0 ** (-8 * (h + 1) / heads)
                 scores = [s + slope * (j - start if alibi == "context"
                                        else -abs(j - position))
                           for s, j in zip(scores, range(first, last))]
-            top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)
-            if top == -math.inf:
-                out += [0.0] * value_dim
-                lse.append(-math.inf)
-                continue
-            weights = [math.exp(s - top) for s in scores]
-            total = math.fsum(weights) + (math.exp(sinks[h] - top) if sinks else 0.0)
-            out += [math.fsum(w * v[p * value_dim + d] for w, p in zip(weights, places)) / total
-                    for d in range(value_dim)]
-            lse.append(top + math.log(total))
+            yield h, row, places, slopes, scores
+
+
+def attention(q, k, v, tokens, keys, heads, kv_heads, dim, sinks=None, value_dim=None, **options):
+    """(out, lse) in float64. The options are those of scored_rows."""
+    value_dim = dim if value_dim is None else value_dim
+    out, lse = [], []
+    for h, _, places, _, scores in scored_rows(q, k, tokens, keys, heads, kv_heads, dim, **options):
+        top = max(scores + ([sinks[h]] if sinks else []), default=-math.inf)
+        if top == -math.inf:
+            out += [0.0] * value_dim
+            lse.append(-math.inf)
+            continue
+        weights = [math.exp(s - top) for s in scores]
+        total = math.fsum(weights) + (math.exp(sinks[h] - top) if sinks else 0.0)
+        out += [math.fsum(w * v[p * value_dim + d] for w, p in zip(weights, places)) / total
+                for d in range(value_dim)]
+        lse.append(top + math.log(total))
     return out, lse
+
+
+def gradients(q, k, v, dout, tokens, keys, heads, kv_heads, dim, dlse=None, sinks=None, value_dim=None, scale=None,
+              **options):
+    """(dq, dk, dv, dsinks) in float64."""
+    scale = dim ** -0.5 if scale is None else scale
+    value_dim = dim if value_dim is None else value_dim
+    shape = (tokens, keys, heads, kv_heads, dim)
+    out, lse = attention(q, k, v, *shape, sinks=sinks, value_dim=value_dim, scale=scale, **options)
+    dq, dk, dv, dsinks = [], [0.0] * len(k), [0.0] * len(v), [0.0] * heads
+    rows = scored_rows(q, k, *shape, scale=scale, **options)
+    for i, (h, row, places, slopes, scores) in enumerate(rows):
+        given = dout[i * value_dim:(i + 1) * value_dim]
+        delta = math.fsum(a * b for a, b in zip(given, out[i * value_dim:])) - (dlse[i] if dlse else 0.0)
+        mine = [0.0] * dim
+        for place, slope, score in zip(places, slopes, scores):
+            weight = math.exp(score - lse[i])
+            grown = math.fsum(a * b for a, b in zip(given, v[place * value_dim:]))
+            of_product = scale * slope * weight * (grown - delta)
+            for c in range(dim):
+                mine[c] += of_product * k[place * dim + c]
+                dk[place * dim + c] += of_product * row[c]
+            for c in range(value_dim):
+                dv[place * value_dim + c] += weight * given[c]
+        dq += mine
+        if sinks:
+            dsinks[h] -= math.exp(sinks[h] - lse[i]) * delta
+    return dq, dk, dv, dsinks

@@ -33,6 +33,9 @@ std::string features(const Problem& p) {
   if (p.options.mask.alignment != Alignment::lower_right)
     text += fmt::format(" {}", name(p.options.mask.alignment));
   if (p.out_scale != 0) text += fmt::format(" out {}", name(p.out_dtype()));
+  if (p.goes_back())
+    text += fmt::format(" gradients in {} by {}{}", name(p.gradient_dtype()), p.options.strategy,
+                        p.dlse ? ", with dlse" : "");
   return text;
 }
 
@@ -67,6 +70,7 @@ struct Verdict {
     max_error = std::max(max_error, j.max_error);
     lse_error = std::max(lse_error, j.lse_error);
     wrong += j.wrong;
+    for (const GradientErrors& of : j.gradients) max_error = std::max(max_error, of.max_error);
     if (problem.options.dtypes.compute == DType::fp32)
       fp32 = std::max(fp32, j.relative_error);
     else if (j.max_error > 0)
@@ -106,7 +110,8 @@ Verdict examine(const Communicator& world, const Family& family, const WorldOpti
     trial->run();
     const Answer answer = trial->answer();
     const std::uint64_t bits = digest(world, problem, answer);
-    const Judgement j = judge(world, problem, answer, sample_rows(problem, kRows, options.seed));
+    const Judgement j = judge(world, problem, answer, sample_rows(problem, kRows, options.seed),
+                              sample_keys(problem, kRows, options.seed));
     bool same_bits = true;
     if (family.same_bits) {
       const bool mine = digest_alone(world.device(), problem) == bits;

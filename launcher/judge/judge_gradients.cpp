@@ -167,12 +167,20 @@ GradientErrors judge_rows(const Communicator& world, const Problem& problem, con
 struct KeySums {
   GradientsOf<double> exact;
   GradientsOf<float> plain;
-  KeySquares squares;
+  GradientsOf<double> squares, common;  // bounds of rounding, in units of 2 u
 
   KeySums(std::int64_t keys, const Problem& p)
       : exact{RowMajor::Zero(keys, p.k.dim), RowMajor::Zero(keys, p.v.dim)},
         plain{MatrixOf<float>::Zero(keys, p.k.dim), MatrixOf<float>::Zero(keys, p.v.dim)},
-        squares{RowMajor::Zero(keys, p.k.dim), RowMajor::Zero(keys, p.v.dim)} {}
+        squares(exact),
+        common(exact) {}
+
+  void add(const KeyRounding& of_head) {
+    squares.dk += of_head.dk_squares;
+    squares.dv += of_head.dv_squares;
+    common.dk += of_head.dk_scores.cwiseAbs() + of_head.dk_biases.cwiseAbs();
+    common.dv += of_head.dv_scores.cwiseAbs() + of_head.dv_biases.cwiseAbs();
+  }
 };
 
 /// The same of sinks: one head's.
@@ -240,14 +248,17 @@ HeadSums sum_rows(const Communicator& world, const Problem& problem, const Answe
   const bool all_have_them = !problem.queries;
   const std::int64_t begin = all_have_them ? rows * world.rank() / world.size() : 0;
   const std::int64_t end = all_have_them ? rows * (world.rank() + 1) / world.size() : rows;
-  for (std::int64_t i = begin; i < end; ++i) {
-    const std::int64_t at = answer.rows[i];
-    const int b = static_cast<int>(std::upper_bound(query_start.begin(), query_start.end(), at) -
-                                   query_start.begin() - 1);
-    const std::int64_t t = at - query_start[b];
-    const Interval visible = judged[b].within(problem.visible(b, problem.position(b, t)));
-    for (int h = 0; h < group; ++h) {
-      const int head = kv_head * group + h;
+  for (int h = 0; h < group; ++h) {
+    const int head = kv_head * group + h;
+    std::vector<KeyRounding> rounding;
+    for (const RowMajor& own : keys)
+      rounding.emplace_back(own.rows(), problem.k.dim, problem.v.dim);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t at = answer.rows[i];
+      const int b = static_cast<int>(std::upper_bound(query_start.begin(), query_start.end(), at) -
+                                     query_start.begin() - 1);
+      const std::int64_t t = at - query_start[b];
+      const Interval visible = judged[b].within(problem.visible(b, problem.position(b, t)));
       const Eigen::VectorXd q = query_row(problem, at, b, t, head);
       const Given given(problem, answer, static_cast<std::size_t>(i), at, head);
       const std::vector<double> whole = problem.bias(b, t, head);
@@ -262,7 +273,7 @@ HeadSums sum_rows(const Communicator& world, const Problem& problem, const Answe
       add_to_keys<double>(exact, q, given.dout, sums.keys[b].exact);
       add_to_keys<float>(plain, q.cast<float>(), given.dout.cast<float>(), sums.keys[b].plain);
       rounding_of_gradients(weighed(problem, q, keys[b], values[b], bias, given, exact),
-                            &sums.keys[b].squares);
+                            &rounding[b]);
       SinkSums& sink = sums.sinks[h];
       sink.exact += exact.dsink;
       sink.plain += plain.dsink;
@@ -270,6 +281,7 @@ HeadSums sum_rows(const Communicator& world, const Problem& problem, const Answe
         sink.terms += std::exp(problem.sinks[head] - given.lse) *
                       (given.dout.cwiseProduct(given.out).cwiseAbs().sum() + std::abs(given.dlse));
     }
+    for (std::size_t b = 0; b < rounding.size(); ++b) sums.keys[b].add(rounding[b]);
   }
   return sums;
 }
@@ -284,6 +296,7 @@ void visit_numbers(HeadSums& sums, const Visit& visit) {
     all(keys.exact.dk), all(keys.exact.dv);
     all(keys.plain.dk), all(keys.plain.dv);
     all(keys.squares.dk), all(keys.squares.dv);
+    all(keys.common.dk), all(keys.common.dv);
   }
   for (SinkSums& sink : sums.sinks) visit(sink.exact), visit(sink.plain), visit(sink.terms);
 }
@@ -305,14 +318,15 @@ void add_ranks(const Communicator& world, std::vector<HeadSums>& sums) {
 /// Compares dk or dv of the judged keys of a sequence and a kv head.
 void compare_keys(const Problem& problem, const std::vector<std::byte>& found, const JudgedKeys& of,
                   int kv_head, const RowMajor& exact, const MatrixOf<float>& plain,
-                  const RowMajor& squares, Errors& errors) {
+                  const RowMajor& squares, const RowMajor& common, Errors& errors) {
   const DType dtype = problem.gradient_dtype();
   for (Eigen::Index j = 0; j < exact.rows(); ++j) {
     const auto key = static_cast<std::int64_t>(of.first) + j;
     for (Eigen::Index c = 0; c < exact.cols(); ++c) {
       const std::int64_t at = (key * problem.options.kv_heads + kv_head) * exact.cols() + c;
       const double rounding =
-          kUnit * std::sqrt(squares(j, c) + kSegment / 2.0 * exact(j, c) * exact(j, c));
+          kUnit *
+          (std::sqrt(squares(j, c) + kSegment / 2.0 * exact(j, c) * exact(j, c)) + common(j, c));
       errors.add(load(found.data(), dtype, at), exact(j, c), rounded(dtype, plain(j, c)), rounding);
     }
   }
@@ -340,8 +354,10 @@ void judge_gradients(const Communicator& world, const Problem& problem, const An
   for (int h = 0; h < o.kv_heads; ++h) {
     for (std::size_t b = 0; b < keys.size(); ++b) {
       const KeySums& own = sums[h].keys[b];
-      compare_keys(problem, judged.dk, keys[b], h, own.exact.dk, own.plain.dk, own.squares.dk, dk);
-      compare_keys(problem, judged.dv, keys[b], h, own.exact.dv, own.plain.dv, own.squares.dv, dv);
+      compare_keys(problem, judged.dk, keys[b], h, own.exact.dk, own.plain.dk, own.squares.dk,
+                   own.common.dk, dk);
+      compare_keys(problem, judged.dv, keys[b], h, own.exact.dv, own.plain.dv, own.squares.dv,
+                   own.common.dv, dv);
     }
     for (std::size_t i = 0; i < sums[h].sinks.size() && !judged.dsinks.empty(); ++i) {
       const SinkSums& sink = sums[h].sinks[i];

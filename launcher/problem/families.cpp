@@ -12,6 +12,9 @@
 #include <random>
 #include <utility>
 
+#include "longspan/machine.hpp"
+#include "longspan/strategy.hpp"
+
 namespace longspan::launcher {
 namespace {
 
@@ -613,6 +616,77 @@ Family upper_left(const Sweep& sweep) {
   return family;
 }
 
+/// The strategies that give the gradients of a problem.
+std::vector<std::string> that_go_back(const Problem& p, int ranks) {
+  std::vector<std::string> names;
+  const Options options = p.layer_options(ranks);
+  // Some strategies take keys by a table in some runs only.
+  const bool by_table = p.keys.layout == Layout::ranges || p.keys.layout == Layout::listed;
+  const Topology topology{ranks, options.ranks_per_node};
+  for (const Forecast& f :
+       forecast(options, topology, p.run_size(ranks), built_in_machine(Device::host)))
+    if (f.refusal.empty() && f.strategy->is_for_nodes_of(options.ranks_per_node, ranks) &&
+        (f.reservation.empty() || !by_table))
+      names.emplace_back(f.strategy->name);
+  return names;
+}
+
+/// Gradients with all options, by one strategy after the other.
+Family gradients(const Sweep& sweep) {
+  Family family;
+  if (sweep.gpu) {
+    family.why_empty = "gradients on GPUs are not supported yet";
+    return family;
+  }
+  Random random(sweep.seed + 17);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(18, 60, 400); ++i) {
+    const DType dtype = kDTypes[i % 3];
+    Shape shape = any_shape(random, dtype, sweep.pick(1500, 3000, 9000));
+    const int batch = chance(2) ? 1 : 3;
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 60));
+      shape.kv_lens.push_back(below(random, chance(2) ? 60 : 700));
+    }
+    Problem p = make(sweep, shape, 1700 + i);
+    const std::uint64_t seed = sweep.seed * 1000003 + 1700 + i;
+    p.options.gradients = true;
+    p.dout = generated(seed, kOfDout, dtype, p.tokens(), p.q.heads, p.value_dim());
+    if (chance(2)) p.dlse = generated(seed, kOfDlse, fp32, p.tokens(), p.q.heads, 1);
+    p.fp32_gradients = chance(2);
+    p.options.mask.causal = chance(2);
+    if (chance(3)) p.options.mask.window = 1 + below(random, 400);
+    if (chance(4)) p.options.mask.right = below(random, 100);
+    if (chance(3)) p.options.mask.alignment = Alignment::upper_left;
+    if (chance(3)) p.options.score.softcap = 5.0f;
+    if (chance(3)) p.sinks = draw_sinks(p, seed);
+    if (chance(3))
+      take_slopes(p, pick(random, {Alibi::context, Alibi::query, Alibi::sqrt}),
+                  chance(2) ? batch : 1);
+    if (chance(4)) take_drafts(p, seed);
+    if (chance(4)) take_documents(p, seed);
+    if (chance(4)) take_padding(p, seed);
+    if (chance(4))
+      for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
+    if (chance(3)) p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
+    if (chance(6)) p.q = with_nan(p.q, [](std::int64_t row) { return row == 1; });
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (chance(3)) p.queries.reset();
+    if (batch == 1 && chance(4)) {
+      p.keys.layout = chance(2) ? Layout::ranges : Layout::listed;
+      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
+      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
+    }
+    if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
+    const std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    if (names.empty()) continue;
+    p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"shards", shards},
                                    {"masks", masks},
@@ -628,7 +702,8 @@ constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"biases", biases},
                                    {"fp8", fp8},
                                    {"serving", serving},
-                                   {"upper left", upper_left}};
+                                   {"upper left", upper_left},
+                                   {"gradients", gradients}};
 
 }  // namespace
 

@@ -8,7 +8,9 @@
 // "levels" it is one of heads+ring-kv on nodes of two ranks, in which it gets as far as the first.
 // With "heads" it is one of heads, on GPUs, in which rows have come and finished ones do not go
 // back. With "keys" it is one of gather-kv, in which the others attend already and wait for the
-// victim's keys.
+// victim's keys. With "backward" it is a backward of ring-kv, in which the victim gets as far as
+// the second step. With "dq" it is one of gather-states with all rows on every rank, to which the
+// victim does not come.
 //
 //     stop       the victim stops (SIGSTOP) and never comes to the exchange
 //     stop-ring  the same, seen through a ring: not every rank waits for the victim itself
@@ -27,6 +29,7 @@
 //     crowded-end  no rank can start a thread any more once the communicator is made
 #include <mpi.h>
 
+#include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -154,42 +157,77 @@ class Drafts {
   bool graph_, warm_ = false;
 };
 
-/// A layer whose keys travel around the ranks, or whose rows go to the ranks with their heads.
+/// How the data of a layer travel.
+struct Travel {
+  const char* strategy;
+  int heads;
+  int per_node = 0;  // with several ranks in a node each has a head, and the nodes are the ring
+  DType dtype = DType::fp32;
+  bool backward = false;
+  bool replicated = false;  // all rows on every rank
+};
+
+/// A layer whose keys travel around the ranks, or whose rows go to the ranks with their heads, and
+/// its backward.
 class Ring {
  public:
-  /// With several ranks in a node each has a head, and the nodes are the ring.
-  Ring(const Communicator& world, const char* strategy, int heads, int per_node = 0,
-       DType dtype = DType::fp32)
-      : heads_(heads),
-        dtype_(dtype),
-        rows_(zeroed(world.device(), kTokens * heads_ * kDim * 4)),
-        out_(zeroed(world.device(), rows_.bytes())),
-        layer_(world, {.heads = heads_,
-                       .kv_heads = heads_,
-                       .head_dim = kDim,
-                       .dtypes = {.compute = dtype},
-                       .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
-                       .keys = {Layout::zigzag},
-                       .queries = Sharding{Layout::zigzag},
-                       .strategy = strategy,
-                       .ranks_per_node = per_node}) {}
+  Ring(const Communicator& world, const Travel& travel)
+      : heads_(travel.heads),
+        dtype_(travel.dtype),
+        in_(zeroed(world.device(), kTokens * heads_ * kDim * 4)),
+        values_(zeroed(world.device(), in_.bytes())),
+        out_(zeroed(world.device(), in_.bytes())),
+        lse_(zeroed(world.device(), kTokens * heads_ * 4)),
+        layer_(world, options(world, travel)) {
+    for (Buffer& gradient : gradients_) gradient = zeroed(world.device(), in_.bytes());
+    if (!travel.replicated) args_.total_tokens = kTokens * world.size();
+    args_.total_keys = kTokens * world.size();
+    args_.q = args_.k = rows(in_);
+    args_.v = rows(values_);
+    args_.out = rows(out_);
+    args_.lse =
+        Lse::tokens_heads(Tensor(lse_.data(), DType::fp32, {kTokens, heads_}, world.device()));
+  }
 
   void run() {
-    const Tensor rows(rows_.data(), dtype_, {kTokens, heads_, kDim}, layer_.world().device());
-    Tensor out = rows;
-    out.data = out_.data();
-    const std::int64_t all = kTokens * layer_.world().size();
-    layer_.run(
-        {.q = rows, .k = rows, .v = rows, .out = out, .total_keys = all, .total_tokens = all});
+    layer_.run(args_);
+    layer_.wait();
+  }
+  void backward(DType dout = DType::fp32) {
+    GradientArgs back{.run = args_, .dout = rows(in_)};
+    back.dout.dtype = dout;
+    back.dq = rows(gradients_[0]);
+    back.dk = rows(gradients_[1]);
+    back.dv = rows(gradients_[2]);
+    layer_.backward(back);
     layer_.wait();
   }
 
  private:
+  static Options options(const Communicator& world, const Travel& travel) {
+    Options o{.heads = travel.heads,
+              .kv_heads = travel.heads,
+              .head_dim = kDim,
+              .dtypes = {.compute = travel.dtype},
+              .limits = {.max_tokens = kTokens, .max_kv_len = kTokens * world.size()},
+              .keys = {Layout::zigzag},
+              .gradients = travel.backward,
+              .strategy = travel.strategy,
+              .ranks_per_node = travel.per_node};
+    if (!travel.replicated) o.queries = Sharding{Layout::zigzag};
+    return o;
+  }
+  Tensor rows(const Buffer& buffer) const {
+    return Tensor(buffer.data(), dtype_, {kTokens, heads_, kDim}, layer_.world().device());
+  }
+
   static constexpr std::int64_t kTokens = 300, kDim = 64;
   int heads_;
   DType dtype_;
-  Buffer rows_, out_;
+  Buffer in_, values_, out_, lse_;
+  std::array<Buffer, 3> gradients_;
   Attention layer_;
+  AttentionArgs args_;
 };
 
 /// Stops this rank until mpirun wakes it to end it. A rank that communicates with mpirun then makes
@@ -216,9 +254,8 @@ bool misbehave(const std::string& mode, Drafts& drafts) {
   return true;
 }
 
-/// The victim does not begin step `step` of a run.
-void run_ring(const Communicator& world, const std::string& mode, int step, const char* strategy,
-              int heads, int per_node = 0, DType dtype = DType::fp32) {
+/// The victim does not begin step `step` of a run, or of a backward.
+void run_ring(const Communicator& world, const std::string& mode, int step, const Travel& travel) {
   const bool victim = world.rank() == world.size() - 1;
   const auto stumbling = std::make_shared<tests::StumblingTransport>(world, [&] {
     std::fflush(nullptr);
@@ -226,11 +263,24 @@ void run_ring(const Communicator& world, const std::string& mode, int step, cons
     if (mode == "stop") stop();
     std::raise(SIGKILL);
   });
-  Ring ring(victim ? Communicator(stumbling) : world, strategy, heads, per_node, dtype);
-  for (int turn = 0; turn < 3; ++turn) ring.run();
+  Ring ring(victim ? Communicator(stumbling) : world, travel);
+  for (int turn = 0; turn < 3; ++turn) {
+    ring.run();
+    if (travel.backward) ring.backward();
+  }
+  if (travel.backward) ring.run();
   began = Clock::now();
   stumbling->stumble_at(step);
-  ring.run();
+  if (victim && mode == "abort") {
+    const InputError error("k.npy is truncated");
+    world.abort(error.what());
+    throw error;
+  }
+  if (victim && step == 0 && mode == "stop") stop();
+  if (!travel.backward)
+    ring.run();
+  else if (!victim || mode != "skip")
+    ring.backward(victim && mode == "differ" ? DType::bf16 : DType::fp32);
   world.barrier("the end");
 }
 
@@ -254,12 +304,23 @@ void run(const Asked& asked) {
   const bool victim = ranks.world.rank() == ranks.world.size() - 1;
   ranks.exchange("warm up");
   const int size = ranks.world.size();  // of two ranks, or nodes, a ring has one step
-  if (asked.exchange == "ring") return run_ring(ranks.world, mode, size > 2 ? 2 : 1, "ring-kv", 1);
+  if (asked.exchange == "ring")
+    return run_ring(ranks.world, mode, size > 2 ? 2 : 1, {.strategy = "ring-kv", .heads = 1});
   if (asked.exchange == "levels")
-    return run_ring(ranks.world, mode, size > 4 ? 2 : 1, "heads+ring-kv", 2, 2);
-  if (asked.exchange == "heads") return run_ring(ranks.world, mode, 2, "heads", size);
+    return run_ring(ranks.world, mode, size > 4 ? 2 : 1,
+                    {.strategy = "heads+ring-kv", .heads = 2, .per_node = 2});
+  if (asked.exchange == "heads")
+    return run_ring(ranks.world, mode, 2, {.strategy = "heads", .heads = size});
   if (asked.exchange == "keys")
-    return run_ring(ranks.world, mode, 1, "gather-kv", 2, 0, DType::bf16);
+    return run_ring(ranks.world, mode, 1,
+                    {.strategy = "gather-kv", .heads = 2, .dtype = DType::bf16});
+  if (asked.exchange == "backward")
+    return run_ring(ranks.world, mode, size > 2 ? 2 : 1,
+                    {.strategy = "ring-kv", .heads = 1, .backward = true});
+  if (asked.exchange == "dq")
+    return run_ring(
+        ranks.world, mode, 0,
+        {.strategy = "gather-states", .heads = 1, .backward = true, .replicated = true});
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

@@ -2,7 +2,7 @@
 """Starts ranks of which one fails, and judges the others' messages and the end of the job.
 
     faults.py MODE --mpirun mpirun --program dist_fault [--ranks 4] [--device host|cuda]
-                   [--exchange peer-buffers|gather|ring|levels|heads|keys [--graph]]
+                   [--exchange peer-buffers|gather|ring|levels|heads|keys|backward|dq [--graph]]
 
 The deadline of the ranks is short. That of this script is long, and passing it means a hang. With
 --exchange the failure occurs in a run of a layer, without it in a collective.
@@ -52,6 +52,7 @@ LAYER = {
 # for a stream does so at 'attention'.
 RING_STEP = r"ring of keys, step (?:[23] of 3|1 of 1)"
 RING = rf"(?:{RING_STEP}|attention)"
+BACKWARD_STEP = r"backward, (?:agreement|ring of (?:keys|gradients), step \d of \d|(?:exchange|gather) of dq)"
 # Every rank reports the same: the field, both values, and the ranks. The first of the two is the
 # lowest rank that has come to this run: a late one is not known to it yet.
 DIFFERS = {
@@ -65,6 +66,16 @@ DIFFERS = {
 def expected(options):
     """Status of the job and the survivors' messages."""
     status, pattern = MODES[options.mode]
+    if options.exchange in ("backward", "dq"):
+        if options.mode == "differ":
+            return 2, (rf"ERR kind=2: ('dout \(type\)' differs) between ranks at '{BACKWARD_STEP}'"
+                       r"(: rank [0-2] has fp32, rank {victim} has bf16)")
+        if options.mode == "stop":
+            return 7, (rf"SAW rank={{victim}} step={BACKWARD_STEP} kind=7: .*Rank {{victim}} did not come to "
+                       rf"'{BACKWARD_STEP}' within the deadline of {DEADLINE_S} s")
+        if options.recovery:
+            return status, rf"SAW rank={{victim}} step={BACKWARD_STEP} kind=[67]: .*Rank {{victim}} "
+        return status, pattern
     if options.exchange:
         status, pattern = LAYER.get(options.mode, (status, pattern))
         if options.mode in DIFFERS:
@@ -134,7 +145,7 @@ def main():
     parser.add_argument("--program", required=True)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--device", default="host")
-    parser.add_argument("--exchange", choices=["peer-buffers", "gather", "ring", "levels", "heads", "keys"],
+    parser.add_argument("--exchange", choices=["peer-buffers", "gather", "ring", "levels", "heads", "keys", "backward", "dq"],
                         help="of a layer")
     parser.add_argument("--graph", action="store_true", help="the layer's runs are replays")
     parser.add_argument("--recovery", action="store_true", help="mpirun leaves survivors alone")

@@ -1,33 +1,27 @@
 #!/usr/bin/env python3
-"""CPUs: forward and backward of attention beside PyTorch's scaled_dot_product_attention.
+"""CPUs: forward and backward of attention (`longspan run --backward`) beside PyTorch's scaled_dot_product_attention.
 
     .venv/bin/python bench/train_vs_torch.py [--results bench/results]       # needs torch
 
 Both sides use the same number of threads and are measured in turns, round after round. A side's figure is
 its best forward plus its best backward of all rounds, so that other work on the machine matters little.
 The step counts 14 heads tokens^2 dim operations (4 of forward, 10 of backward), half of them when causal.
-Two ranks of one thread are measured beside one rank of one thread with half the work: the efficiency.
-Records go to train-<machine>.jsonl.
+`longspan bench scale --phases train` measures two ranks of one thread beside one rank of one thread with all
+the work: the efficiency, the bytes that a rank receives, and the memory that it takes, beside the formula:
+inputs, outputs, gradients and workspace. Records go to train-<machine>.jsonl.
 """
 
 import argparse
-import json
 import os
-import pathlib
-import subprocess
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+import longspan_command
 import records
 import torch_host
 
-sys.path.insert(0, str(records.ROOT / "python" / "tests"))
-from free_port import free_port  # noqa: E402
-
-PROGRAM = records.ROOT / "build" / "default" / "bin" / "bench_train"
 TARGET, RANKS_TARGET = 1.0, 0.93
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -44,22 +38,17 @@ def cases(most_threads):
 def options(case, turns):
     words = [f"--{name.replace('_', '-')}={case[name]}"
              for name in ("heads", "kv_heads", "dim", "dtype", "tokens", "threads")]
-    return words + [f"--turns={turns}"] + (["--causal"] if case["causal"] else [])
+    return words + [f"--kv={case['tokens']}", f"--iterations={turns}", "--check=off", "--backward", "--backend=host"] + (
+        ["--causal"] if case["causal"] else [])
 
 
-def ours_ms(program, case, turns, ranks=1):
-    """The best forward and the best backward of `turns`."""
-    port = str(free_port())
-    named = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-             "LONGSPAN_PORT": port} if ranks > 1 else {}
-    made = [subprocess.Popen([program, *options(case, turns)], stdout=subprocess.PIPE, text=True,
-                             env=os.environ | named | ({"RANK": str(r)} if named else {}))
-            for r in range(ranks)]
-    outputs = [process.communicate()[0] for process in made]
-    if any(process.returncode for process in made):
-        raise SystemExit(f"{program} failed")
-    run = json.loads(outputs[0])
-    return min(run["forward_ms"]) + min(run["backward_ms"])
+def best(forward, backward):
+    return min(forward) + min(backward)
+
+
+def ours_ms(command, case, turns):
+    run = longspan_command.run(command, options(case, turns))
+    return best(run["times_ms"], run["backward"]["times_ms"])
 
 
 def torch_ms(case, turns):
@@ -81,27 +70,63 @@ def torch_ms(case, turns):
         forward.append(middle - begin)
         backward.append(time.perf_counter() - middle)
         q.grad = k.grad = v.grad = None
-    return 1000 * (min(forward[1:]) + min(backward[1:]))
+    return 1000 * best(forward[1:], backward[1:])
+
+
+def memory(case, ranks, workspace):
+    """Bytes of q, k, v, out, lse, dout, dq, dk and dv in fp32 on a rank, and of its workspace."""
+    tokens, row = case["tokens"] / ranks, 4 * case["dim"]
+    return tokens * (4 * case["heads"] * row + 4 * case["kv_heads"] * row + 4 * case["heads"]) + workspace
+
+
+def ranks_records(args, case, machine):
+    """Two ranks beside one, in rounds: of each number of ranks the best forward and backward of the strategy
+    that `auto` takes."""
+    found = {}
+    for _ in range(args.rounds):
+        made = longspan_command.run(
+            args.command, ["--phases", "train", "--kv", case["tokens"], "--heads", case["heads"], "--kv-heads",
+                           case["kv_heads"], "--dim", case["dim"], "--dtype", case["dtype"], "--threads", 1,
+                           "--backend", "host", "--iterations", args.turns],
+            2, args.launcher, ("bench", "scale"))
+        for row in made["rows"]:
+            if row["chosen"] or row["ranks"] == 1:
+                found.setdefault(row["ranks"], []).append(row)
+    ms = {ranks: best([r["forward_ms"]["min"] for r in rows], [r["backward_ms"]["min"] for r in rows])
+          for ranks, rows in found.items()}
+    for ranks, rows in found.items():
+        on = case | {"ranks": ranks}
+        last = rows[-1]
+        yield records.record("train", on, "ms", round(ms[ranks], 2), machine=machine)
+        yield records.record("train", on, "received MiB", round(last["counted_bytes"] / 2 ** 20, 3),
+                             peer="the formula", peer_value=round(last["received_bytes"] / 2 ** 20, 3),
+                             machine=machine)
+        peak, expected = last["peak_bytes"], memory(case, ranks, last["workspace_bytes"])
+        if peak:
+            yield records.record("train", on, "peak MiB", round(peak / 2 ** 20, 1), peer="the formula",
+                                 peer_value=round(expected / 2 ** 20, 1), ratio=round(expected / peak, 3),
+                                 machine=machine)
+    yield records.record("train", case | {"ranks": 2}, "efficiency", round(ms[1] / ms[2] / 2, 3),
+                         target=RANKS_TARGET, machine=machine)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--program", type=pathlib.Path, default=PROGRAM,
-                        help="bench_train (default: that of build/default)")
+    longspan_command.add_command(parser)
+    parser.add_argument("--launcher", default=longspan_command.MPIRUN,
+                        help="how ranks are started (default: %(default)s)")
     parser.add_argument("--machine", default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=2, help="of a side in a round")
     records.add_arguments(parser)
-    args = parser.parse_args()
-    if not args.program.exists():
-        raise SystemExit(f"{args.program} is not there: cmake --build build/default --target bench_train")
+    args = longspan_command.parse(parser)
     machine = torch_host.machine(None)
     made = []
     for case in cases(len(os.sched_getaffinity(0))):
         mine = theirs = float("inf")
         for _ in range(args.rounds):
-            mine = min(mine, ours_ms(args.program, case, args.turns))
+            mine = min(mine, ours_ms(args.command, case, args.turns))
             theirs = min(theirs, torch_ms(case, args.turns))
         made.append(records.record("train", case, "ms", round(mine, 2), peer="PyTorch",
                                    peer_value=round(theirs, 2), ratio=round(theirs / mine, 3),
@@ -111,12 +136,11 @@ def main():
     if len(os.sched_getaffinity(0)) > 1:
         case = {"heads": 8, "kv_heads": 8, "dim": 64, "dtype": "fp32", "tokens": 4096, "causal": True,
                 "threads": 1}
-        one = min(ours_ms(args.program, case, args.turns) for _ in range(args.rounds))
-        two = min(ours_ms(args.program, case, args.turns, 2) for _ in range(args.rounds))
-        made.append(records.record("train", case | {"ranks": 2}, "efficiency", round(one / two / 2, 3),
-                                   target=RANKS_TARGET, machine=machine))
-        print(f"{one:9.1f} ms alone, {two:9.1f} ms on two ranks: efficiency {one / two / 2:.3f}")
-        records.write("train", args.machine, made[-1:], args.results)
+        found = list(ranks_records(args, case, machine))
+        for r in found:
+            print(f"{r['case']['ranks']} ranks: {r['metric']} {r['ours']}", flush=True)
+        records.write("train", args.machine, found, args.results)
+        made += found
     print(f"# {sum(r['met'] is False for r in made)} targets not met")
 
 

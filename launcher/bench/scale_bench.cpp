@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <optional>
 
+#include "launcher/bench/peak_memory.hpp"
 #include "launcher/bench/scale_report.hpp"
 #include "launcher/bench/timed_run.hpp"
 #include "launcher/io/output_file.hpp"
@@ -27,15 +28,18 @@ struct Case {
   std::int64_t kv = 0;  // in weak scaling for each rank
 };
 
+/// Whether a phase has as many query rows as keys.
+bool has_all_rows(const std::string& phase) { return phase == "prefill" || phase == "train"; }
+
 std::vector<Case> cases_of(const ScaleOptions& o, bool gpu) {
   std::vector<Case> cases;
   for (const std::string& phase : o.phases) {
     std::vector<std::int64_t> lengths = o.kv;
     if (lengths.empty())
-      lengths = phase == "prefill" ? (gpu ? std::vector<std::int64_t>{8192, 32768, 131072}
-                                          : std::vector<std::int64_t>{1024, 4096})
-                                   : (gpu ? std::vector<std::int64_t>{32768, 131072, 524288}
-                                          : std::vector<std::int64_t>{8192, 32768});
+      lengths = has_all_rows(phase) ? (gpu ? std::vector<std::int64_t>{8192, 32768, 131072}
+                                           : std::vector<std::int64_t>{1024, 4096})
+                                    : (gpu ? std::vector<std::int64_t>{32768, 131072, 524288}
+                                           : std::vector<std::int64_t>{8192, 32768});
     for (const std::int64_t kv : lengths) cases.push_back({phase, kv});
   }
   return cases;
@@ -86,6 +90,7 @@ class ScaleBench {
           require_memory(*part, demand_by(*part, *problem, strategies()[i].name));
     });
     std::optional<Trial> trial;  // one for all strategies, which differ in its layer
+    PeakMemory memory;
     std::vector<Answer> answers;
     std::vector<std::size_t> row_of_answer;
     for (std::size_t i = 0; i < count; ++i) {
@@ -95,8 +100,13 @@ class ScaleBench {
                                  c.phase, options.kv, n, strategy));
       together(world_, "measurement", [&] {
         if (!part) return;
-        rows.push_back(measure(*part, c, options, *problem, forecasts[i], trial));
+        rows.push_back(measure(*part, c, options, *problem, forecasts[i], trial, memory));
         if (o_.check == 0 || !rows.back().no.empty()) return;
+        if (problem->goes_back()) {  // a judgement of gradients needs all of the answer
+          rows.back().check = judge(*part, *problem, trial->answer(), checked_rows(*problem),
+                                    sample_keys(*problem, o_.check, line_.world.seed));
+          return;
+        }
         answers.push_back(gather_rows(*part, *problem, trial->answer(), checked_rows(*problem)));
         row_of_answer.push_back(rows.size() - 1);
       });
@@ -142,16 +152,17 @@ class ScaleBench {
   RunOptions options_of(const Case& c, int n) const {
     RunOptions options = run_options(o_.shape, world_.device());
     options.kv = o_.weak ? c.kv * n : c.kv;
-    options.tokens = c.phase == "prefill" ? options.kv
-                     : c.phase == "chunk" ? std::min(o_.chunk, options.kv)
-                                          : 1;
+    options.tokens = has_all_rows(c.phase) ? options.kv
+                     : c.phase == "chunk"  ? std::min(o_.chunk, options.kv)
+                                           : 1;
     options.batch = o_.batch;
     options.mask.causal = true;
     options.shard = o_.shard;
     options.layout = o_.layout;
     options.block = o_.block;
     options.ranks_per_node = o_.ranks_per_node;
-    options.shard_queries = c.phase == "prefill" && n > 1;
+    options.shard_queries = has_all_rows(c.phase) && n > 1;
+    options.backward = c.phase == "train";
     options.iterations = o_.iterations;
     options.warmup = o_.warmup;
     return options;
@@ -168,7 +179,8 @@ class ScaleBench {
 
   /// Makes the trial where it is missing, or else gives it a layer of the strategy.
   ScaleRow measure(const Communicator& part, const Case& c, const RunOptions& options,
-                   const Problem& settled, const Forecast& f, std::optional<Trial>& trial) const {
+                   const Problem& settled, const Forecast& f, std::optional<Trial>& trial,
+                   PeakMemory& memory) const {
     ScaleRow r{.phase = c.phase,
                .strategy = f.strategy->name,
                .no = f.refusal,
@@ -181,6 +193,7 @@ class ScaleBench {
     Problem problem = settled;
     problem.options.strategy = r.strategy;
     std::uint64_t before = 0;
+    memory.restart();
     try {
       if (trial)
         trial->take_strategy(r.strategy);
@@ -200,12 +213,22 @@ class ScaleBench {
                                : time_runs(part, *trial, o_.warmup, o_.iterations),
                       report);
     r.time = report.time;
+    if (problem.goes_back()) {
+      for (std::size_t i = 0; i < report.times.size(); ++i)
+        report.times[i] += report.backward_times[i];
+      r.forward = report.time;
+      r.backward = report.backward;
+      r.time = spread_of(report.times);
+    }
+    const std::optional<double> grown = memory.grown();
+    if (world_.device() == Device::host && grown)
+      r.peak_bytes = largest(part, {*grown}, "gather of memory")[0];
     r.predicted = f.seconds() * 1e3;
     r.balance = f.balance;
     r.attend = report.attend;
     r.exchange = report.exchange;
     r.merge = report.merge;
-    r.received_bytes = f.cost.received_bytes;
+    r.received_bytes = f.cost.received_bytes + f.cost.backward.received_bytes;
     r.workspace_bytes = report.workspace_bytes;
     r.peer_bytes = report.peer_bytes;
     return r;

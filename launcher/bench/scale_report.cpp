@@ -18,6 +18,8 @@ ordered_json to_json(const ScaleRow& r) {
   if (!r.no.empty()) return json;
   json["not_by_auto"] = r.not_by_auto;
   json["time_ms"] = to_json(r.time);
+  if (r.forward) json["forward_ms"] = to_json(*r.forward);
+  if (r.backward) json["backward_ms"] = to_json(*r.backward);
   json["predicted_ms"] = r.predicted;
   json["balance"] = r.balance;
   json["split"] = {{"attend", r.attend}, {"exchange", r.exchange}, {"merge", r.merge}};
@@ -25,6 +27,8 @@ ordered_json to_json(const ScaleRow& r) {
   json["counted_bytes"] = r.counted_bytes;
   json["workspace_bytes"] = r.workspace_bytes;
   json["peer_bytes"] = r.peer_bytes;
+  json["peak_bytes"] = nullptr;
+  if (r.peak_bytes) json["peak_bytes"] = *r.peak_bytes;
   json["efficiency"] = nullptr;
   if (r.efficiency) json["efficiency"] = *r.efficiency;
   if (r.check) json["check"] = to_json(*r.check);
@@ -47,10 +51,10 @@ std::string header(const ScaleReport& r) {
       r.backend == name(Device::host) ? fmt::format("threads {} | ", r.threads) : "", r.seed);
   return text + fmt::format(
                     "#{:<8}{:>6}{:>10}{:>9}  {:<21}{:>10}{:>10}{:>10}{:>11}{:>8}{:>9}{:>7}{:>9}"
-                    "{:>12}{:>12}{:>12}{:>7}\n",
+                    "{:>12}{:>12}{:>12}{:>12}{:>7}\n",
                     "phase", "ranks", "kv", "tokens", "strategy", "time (ms)", "min", "predicted",
                     "efficiency", "attend%", "exchange%", "merge%", "balance", "received",
-                    "counted", "workspace", "#wrong");
+                    "counted", "workspace", "peak", "#wrong");
 }
 
 std::string row(const ScaleRow& r) {
@@ -62,15 +66,17 @@ std::string row(const ScaleRow& r) {
                                         : " ",
                   r.strategy);
   if (!r.no.empty()) return text + fmt::format("  no: {}\n", r.no);
-  return text +
-         fmt::format(
-             "{:>10}{:>10}{:>10}{:>11}{:>8.1f}{:>9.1f}{:>7.1f}{:>9.3f}{:>12}{:>12}{:>12}{:>7}\n",
-             ms_text(r.time.median), ms_text(r.time.min), ms_text(r.predicted),
-             r.efficiency ? fmt::format("{:.3f}", *r.efficiency) : "-", 100 * r.attend,
-             100 * r.exchange, 100 * r.merge, r.balance,
-             size_text(static_cast<std::size_t>(r.received_bytes)),
-             size_text(static_cast<std::size_t>(r.counted_bytes)), size_text(r.workspace_bytes),
-             r.check ? fmt::to_string(r.check->wrong) : "-");
+  return text + fmt::format(
+                    "{:>10}{:>10}{:>10}{:>11}{:>8.1f}{:>9.1f}{:>7.1f}{:>9.3f}{:>12}{:>12}{:>12}{:>"
+                    "12}{:>7}\n",
+                    ms_text(r.time.median), ms_text(r.time.min), ms_text(r.predicted),
+                    r.efficiency ? fmt::format("{:.3f}", *r.efficiency) : "-", 100 * r.attend,
+                    100 * r.exchange, 100 * r.merge, r.balance,
+                    size_text(static_cast<std::size_t>(r.received_bytes)),
+                    size_text(static_cast<std::size_t>(r.counted_bytes)),
+                    size_text(r.workspace_bytes),
+                    r.peak_bytes ? size_text(static_cast<std::size_t>(*r.peak_bytes)) : "-",
+                    r.check ? fmt::to_string(r.check->wrong) : "-");
 }
 
 std::string summary(const ScaleReport& report) {
@@ -97,17 +103,20 @@ std::string to_csv(const ScaleReport& report) {
   std::string text =
       "phase,ranks,kv_len,tokens,strategy,chosen,fastest,median_ms,min_ms,max_ms,predicted_ms,"
       "efficiency,attend,exchange,merge,balance,received_bytes,counted_bytes,workspace_bytes,"
-      "peer_bytes,wrong\n";
+      "peer_bytes,wrong,forward_ms,backward_ms,peak_bytes\n";
   for (const ScaleRow& r : report.rows) {
     if (!r.no.empty()) continue;
     text += fmt::format(
         "{},{},{},{},{},{:d},{:d},{:.6g},{:.6g},{:.6g},{:.6g},{},{:.4f},{:.4f},{:.4f},"
-        "{:.4f},{:.0f},{:.0f},{},{},{}\n",
+        "{:.4f},{:.0f},{:.0f},{},{},{},{},{},{}\n",
         r.phase, r.ranks, r.kv, r.tokens, r.strategy, r.chosen, r.fastest, r.time.median,
         r.time.min, r.time.max, r.predicted,
         r.efficiency ? fmt::format("{:.4f}", *r.efficiency) : "", r.attend, r.exchange, r.merge,
         r.balance, r.received_bytes, r.counted_bytes, r.workspace_bytes, r.peer_bytes,
-        r.check ? fmt::to_string(r.check->wrong) : "");
+        r.check ? fmt::to_string(r.check->wrong) : "",
+        r.forward ? fmt::format("{:.6g}", r.forward->median) : "",
+        r.backward ? fmt::format("{:.6g}", r.backward->median) : "",
+        r.peak_bytes ? fmt::format("{:.0f}", *r.peak_bytes) : "");
   }
   return text;
 }

@@ -18,16 +18,18 @@ struct ScaleRow {
   std::string not_by_auto;  // why "auto" skips it, although it is supported
   int ranks = 1;
   std::int64_t kv = 0, tokens = 0;
-  bool chosen = false;   // by "auto"
-  bool fastest = false;  // of its problem
-  Spread time;           // ms
-  double predicted = 0;  // ms
+  bool chosen = false;                      // by "auto"
+  bool fastest = false;                     // of its problem
+  Spread time;                              // ms; in training of forward and backward together
+  std::optional<Spread> forward, backward;  // ms; in training
+  double predicted = 0;                     // ms
   double balance = 1;
-  double attend = 0, exchange = 0, merge = 0;  // shares of the time, sum 1
+  double attend = 0, exchange = 0, merge = 0;  // shares of the (forward's) time, sum 1
   double received_bytes = 0;                   // by a rank in a run, from the formula
   double counted_bytes = 0;                    // by the rank that received most, as it counted
   std::size_t workspace_bytes = 0;
   std::size_t peer_bytes = 0;        // in addition, memory that peers write
+  std::optional<double> peak_bytes;  // of the rank that grew most, arrays included; on the host
   std::optional<double> efficiency;  // against one rank
   std::optional<Judgement> check;
 };

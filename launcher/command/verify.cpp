@@ -149,7 +149,10 @@ int verify(const Communicator& control, const CommandLine& line) {
   Verdict total;
   std::string failures;
   Progress progress(world.rank() == 0);
+  const std::vector<std::string>& asked = line.verify.families;
   for (const FamilyMaker& maker : family_makers()) {
+    if (!asked.empty() && std::find(asked.begin(), asked.end(), maker.name) == asked.end())
+      continue;
     const Family family = maker.make({world.size(), line.verify.size, line.world.seed,
                                       line.world.threads, world.device() == Device::cuda});
     const Verdict v = examine(world, family, line.world, maker.name, progress);

@@ -32,7 +32,9 @@ const char* const kScaleFooter = R"(Examples
       prefill, a chunk and a decode step on 1, 2 and 4 ranks, by every strategy;
       > marks the strategy that auto takes, * the fastest
   mpirun -np 2 longspan bench scale --phases prefill --kv 4096 16384 --csv t.csv
-      two lengths of prefill, the table as a file too)";
+      two lengths of prefill, the table as a file too
+  mpirun -np 2 longspan bench scale --phases train --kv 4096
+      forward and backward, with the bytes and the memory of each strategy)";
 
 const char* const kCalibrateFooter = R"(Examples
   mpirun -np 4 longspan calibrate
@@ -95,10 +97,12 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
 
 void add_scale_options(CLI::App& app, ScaleOptions& o) {
   const char* work = "What is measured";
-  app.add_option("--phases", o.phases, "prefill (as many rows as keys), chunk, decode (one row)")
-      ->check(one_of({"prefill", "chunk", "decode"}))
+  app.add_option("--phases", o.phases,
+                 "prefill (as many rows as keys), chunk, decode (one row), train (as prefill, and "
+                 "its backward)")
+      ->check(one_of({"prefill", "chunk", "decode", "train"}))
       ->group(work)
-      ->default_str("all");
+      ->default_str("prefill chunk decode");
   app.add_option("--kv", o.kv, "Keys of a sequence; several give a row of the table each")
       ->transform(whole(std::int64_t{1}, kMostRows))
       ->group(work);

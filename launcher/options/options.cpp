@@ -13,6 +13,7 @@
 #include "launcher/options/read_shard.hpp"
 #include "launcher/options/spelling.hpp"
 #include "launcher/options/usage.hpp"
+#include "launcher/problem/families.hpp"
 #include "longspan/limits.hpp"
 #include "longspan/option_table.hpp"
 #include "longspan/strategy.hpp"
@@ -67,7 +68,9 @@ constexpr const char* kVerifyFooter = R"(Examples
   longspan verify --quick
       shapes, shards, masks, batches and dtypes, compared with float64
   mpirun -np 3 longspan verify --seed 7
-      other random problems, on three ranks)";
+      other random problems, on three ranks
+  mpirun -np 2 longspan verify --full --families gradients "same bits"
+      many problems of two families)";
 
 constexpr const char* kDecodeFooter = R"(Examples
   mpirun -np 4 longspan bench decode
@@ -461,6 +464,10 @@ CommandLine parse(int argc, char** argv) {
   bool quick = false, full = false;
   auto* quick_flag = verify->add_flag("--quick", quick, "Few problems: some seconds");
   verify->add_flag("--full", full, "Larger shapes and many random problems")->excludes(quick_flag);
+  std::vector<std::string> families;
+  for (const FamilyMaker& maker : family_makers()) families.emplace_back(maker.name);
+  verify->add_option("--families", line.verify.families, "Some of the families [all]")
+      ->check(one_of(families));
   add_world_options(*verify, line.world);
 
   CLI::App* bench =

@@ -83,6 +83,7 @@ struct RunOptions {
 
 struct VerifyOptions {
   enum class Size { quick, standard, full } size = Size::standard;
+  std::vector<std::string> families;  // empty: all
 };
 
 /// The options of `longspan bench decode`. Some defaults are smaller on CPUs.

@@ -640,7 +640,7 @@ Family gradients(const Sweep& sweep) {
   }
   Random random(sweep.seed + 17);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
-  for (int i = 0; i < sweep.pick(18, 60, 400); ++i) {
+  for (int i = 0; i < sweep.pick(18, 60, 600); ++i) {
     const DType dtype = kDTypes[i % 3];
     Shape shape = any_shape(random, dtype, sweep.pick(1500, 3000, 9000));
     const int batch = chance(2) ? 1 : 3;

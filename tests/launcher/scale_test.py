@@ -58,6 +58,29 @@ class ScaleTest(CommandTest):
             self.assertAlmostEqual(sum(p["split"].values()), 1, places=3)
         self.assertEqual([p["phase"] for p in points if p["chosen"]], ["prefill", "decode"])
 
+    def test_training(self):
+        """Forward and backward, their bytes, and memory beside the formula."""
+        self.needs_mpi()
+        path, table = self.path("train.json"), self.path("train.csv")
+        done = longspan(2, "bench", "scale", "--backend", "host", "--phases", "train", "--kv", 2048, "--heads", 8,
+                        "--iterations", 2, "--json", path, "--csv", table)
+        self.assertEqual(done.returncode, OK, done.stderr)
+        rows = [row for row in json.loads(path.read_text())["rows"] if not row["no"]]
+        self.assertLessEqual({"ring-kv", "gather-kv", "ring-q", "heads", "gather-states", "scatter-states"},
+                             {row["strategy"] for row in rows if row["ranks"] == 2})
+        for row in rows:
+            with self.subTest(ranks=row["ranks"], strategy=row["strategy"]):
+                self.assertEqual((row["phase"], row["tokens"], row["check"]["wrong"]), ("train", 2048, 0))
+                self.assertLessEqual({"dq", "dk", "dv"}, set(row["check"]))
+                self.assertGreater(row["time_ms"]["min"], row["backward_ms"]["min"])
+                self.assertGreater(row["backward_ms"]["min"], 0)
+                self.assertLess(abs(row["counted_bytes"] - row["received_bytes"]), 0.02 * row["received_bytes"] + 1)
+                tensors = 2048 / row["ranks"] * 8 * 4 * (8 * 64 + 1)
+                expected = tensors + row["workspace_bytes"]
+                self.assertLess(row["peak_bytes"], 1.3 * expected + 2 ** 24)
+                self.assertGreater(row["peak_bytes"], 0.7 * expected)
+        self.assertIn("peak_bytes", table.read_text().splitlines()[0])
+
     def test_graphs_are_for_gpus(self):
         path = self.path("scale.json")
         done = longspan(0, "bench", "scale", "--backend", "host", "--kv", 64, "--graph", "--json", path)

@@ -5,6 +5,7 @@
 #   tests/long.sh [PARTS...]    default: all of them, hours on two cores
 #
 #   seeds       every test of a release build with new seeds and whole grids
+#   gradients   600 random cases of gradients, by every strategy, on 1, 2, 3, 4 and 7 ranks
 #   malformed   malformed calls with new seeds under ASan and UBSan, for an hour
 #   sanitizers  all unit and comm tests under ASan and UBSan, and under ThreadSanitizer
 #   schedules   the CUDA kernels in the simulator: every test, 1,000 schedules a case, and under
@@ -20,10 +21,10 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 export LC_ALL=C.UTF-8 LONGSPAN_TEST_SEEDS=new
 
-all=(seeds malformed sanitizers schedules mutants cuda soak)
+all=(seeds gradients malformed sanitizers schedules mutants cuda soak)
 parts=("${@:-${all[@]}}")
-minutes=60 schedules=1000 soak=1000000
-if [ "${LONGSPAN_LONG:-}" = SHORT ]; then minutes=2 schedules=10 soak=1000; fi
+minutes=60 schedules=1000 soak=1000000 size=--full
+if [ "${LONGSPAN_LONG:-}" = SHORT ]; then minutes=2 schedules=10 soak=1000 size=--quick; fi
 jobs=$(nproc)
 out=build/long
 mkdir -p "$out"
@@ -35,6 +36,16 @@ preset() { # name, targets...
 }
 
 seeds() { LONGSPAN_FULL_GRID=1 LONGSPAN_PYTHON_TORCH=1 ./test.sh long; }
+
+gradients() {
+  local ranks failed=0
+  preset default longspan_command || return
+  for ranks in 1 2 3 4 7; do # the output has the seed
+    mpirun --allow-run-as-root --oversubscribe --bind-to none -np "$ranks" build/default/bin/longspan \
+      verify "$size" --families gradients --threads 1 --seed "$RANDOM" || failed=1
+  done
+  return "$failed"
+}
 
 malformed() {
   local end=$((SECONDS + 60 * minutes)) failed=0

@@ -17,6 +17,7 @@
 #include "tests/support/fresh_seed.hpp"
 #include "tests/support/host_gradients.hpp"
 #include "tests/support/message.hpp"
+#include "tests/support/test_cases.hpp"
 
 namespace longspan::tests {
 namespace {
@@ -334,7 +335,7 @@ void agree_with_float64(const Forms& forms, int cases) {
   std::mt19937 random(seed), more(seed + 1);
   constexpr Layout kLayouts[] = {Layout::contiguous, Layout::zigzag, Layout::striped,
                                  Layout::interleaved};
-  for (int i = 0; i < cases; ++i) {
+  for (int i = 0; i < number_of_cases(cases); ++i) {
     HostShape shape = random_shape(random);
     if (more() % 3 == 0 && shape.dim > 1) draw_rope(more, shape);
     shape.slopes_of_sequences = more() % 3 == 0;

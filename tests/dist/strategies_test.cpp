@@ -11,6 +11,7 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/strategy_case.hpp"
 #include "tests/dist/world.hpp"
+#include "tests/support/test_cases.hpp"
 #include "tests/support/message.hpp"
 
 namespace longspan::tests {
@@ -87,10 +88,9 @@ class Strategies : public ::testing::Test {
 
 TEST_F(Strategies, AgreeWithFloat64InWhateverTheyTake) {
   const Communicator world = test_world();
-  const char* count = std::getenv("LONGSPAN_TEST_CASES");
   const char* again = std::getenv("LONGSPAN_TEST_SEED");
   const std::uint64_t seed = again ? std::stoull(again) : shared_seed(world);
-  const int cases = count ? std::stoi(count) : 300;
+  const int cases = number_of_cases(300);
   if (world.rank() == 0) std::cout << "LONGSPAN_TEST_SEED=" << seed << "\n";
   for (int i = 0; i < cases && !HasFailure(); ++i) {
     Draw draw(seed + static_cast<std::uint64_t>(i), world.size());

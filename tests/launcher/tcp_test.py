@@ -4,6 +4,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 import unittest
 
 import npy
@@ -114,6 +115,25 @@ class TcpTest(CommandTest):
             _, err = process.communicate(timeout=60)
             self.assertEqual(process.returncode, RANK_FAILURE, err)
         several[2].communicate(timeout=10)
+
+    def test_a_rank_that_is_killed_in_a_backward(self):
+        """Most of the time of these runs is their backward."""
+        port = free_port()
+        several = [start(rank, 3, port, ["run", "--backward", "--kv", 600, "--tokens", 600, "--shard-queries",
+                                         "--iterations", 1000000, "--check", "off"], LONGSPAN_DEADLINE_S="20")
+                   for rank in range(3)]
+        for process in several:
+            self.addCleanup(process.kill)
+        for text in several[0].stdout:
+            if "# keys" in text:  # the layer is made
+                break
+        time.sleep(1)
+        several[1].send_signal(signal.SIGKILL)
+        for rank in (0, 2):
+            _, err = several[rank].communicate(timeout=60)
+            self.assertIn(several[rank].returncode, (RANK_FAILURE, TIMEOUT), err)
+            self.assertIn("ank 1 ", err)
+        several[1].communicate(timeout=10)
 
 
 if __name__ == "__main__":

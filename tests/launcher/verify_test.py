@@ -2,7 +2,7 @@
 
 import unittest
 
-from command import OK, CommandTest, longspan
+from command import OK, USAGE, CommandTest, longspan
 
 
 class VerifyTest(CommandTest):
@@ -22,6 +22,14 @@ class VerifyTest(CommandTest):
                                               rf"give the same bits, and these are {ranks}$")
                 else:
                     self.assertTrue(bits[0].endswith("pass"), bits)
+
+    def test_families_by_name(self):
+        ranks = self.rank_counts[-1]
+        done = longspan(ranks, "verify", "--quick", "--families", "gradients", "same bits")
+        self.ends(done, OK)
+        rows = [text for text in done.stdout.splitlines() if not text.startswith("#")]
+        self.assertEqual([text.strip().split("  ")[0] for text in rows], ["same bits", "gradients"])
+        self.ends(longspan(0, "verify", "--families", "gradient"), USAGE, "did you mean gradients")
 
 
 if __name__ == "__main__":

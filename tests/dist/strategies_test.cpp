@@ -11,8 +11,8 @@
 #include "longspan/longspan.hpp"
 #include "tests/dist/strategy_case.hpp"
 #include "tests/dist/world.hpp"
-#include "tests/support/test_cases.hpp"
 #include "tests/support/message.hpp"
+#include "tests/support/test_cases.hpp"
 
 namespace longspan::tests {
 namespace {

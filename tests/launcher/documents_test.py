@@ -45,7 +45,7 @@ class DocumentsTest(CommandTest):
         self.path("examples").symlink_to(ROOT / "examples")
         self.path("build/default/bin").mkdir(parents=True)
         self.path("build/default/bin/longspan").symlink_to(os.path.abspath(COMMAND))
-        for name, shape in (("q", (9, 4, 16)), ("k", (70, 2, 16)), ("v", (70, 2, 16))):
+        for name, shape in (("q", (9, 4, 16)), ("k", (70, 2, 16)), ("v", (70, 2, 16)), ("dout", (9, 4, 16))):
             npy.save(self.path(f"{name}.npy"), shape, npy.draw(shape, name))
         self.environment = {name: value for name, value in os.environ.items()
                             if not name.startswith(("OMPI_", "LONGSPAN_"))}

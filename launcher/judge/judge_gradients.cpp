@@ -251,6 +251,7 @@ HeadSums sum_rows(const Communicator& world, const Problem& problem, const Answe
   for (int h = 0; h < group; ++h) {
     const int head = kv_head * group + h;
     std::vector<KeyRounding> rounding;
+    rounding.reserve(keys.size());
     for (const RowMajor& own : keys)
       rounding.emplace_back(own.rows(), problem.k.dim, problem.v.dim);
     for (std::int64_t i = begin; i < end; ++i) {

@@ -60,7 +60,7 @@ void for_judged_rows(const Communicator& world, const Problem& problem,
                      const std::function<void(const JudgedRow&)>& visit) {
   const Options& o = problem.options;
   const auto rows = std::ssize(of_q);
-  const auto [begin, end] = Share(world, o, rows);
+  const Share share(world, o, rows);
   const auto query_start = problem.query_start();
   const auto key_start = problem.key_start();
   const int group = o.heads / o.kv_heads;
@@ -72,10 +72,10 @@ void for_judged_rows(const Communicator& world, const Problem& problem,
   };
   std::vector<Stretch> stretches;
   std::int64_t longest = 0;
-  for (std::int64_t at = begin; at < end;) {
+  for (std::int64_t at = share.begin; at < share.end;) {
     Stretch s{static_cast<int>(at / rows), 0, at, at};
     while (of_q[at % rows] >= query_start[s.sequence + 1]) ++s.sequence;
-    while (s.end < end && s.end / rows == s.kv_head &&
+    while (s.end < share.end && s.end / rows == s.kv_head &&
            of_q[s.end % rows] < query_start[s.sequence + 1])
       ++s.end;
     longest = std::max<std::int64_t>(longest, problem.kv_lens[s.sequence]);
@@ -99,7 +99,7 @@ void for_judged_rows(const Communicator& world, const Problem& problem,
         whole_head(problem.v, problem.v_scale, s.sequence, first_key, kv_len, s.kv_head, threads);
     parallel_for((s.end - s.begin) * group, threads, [&](std::int64_t p) {
       const auto i = static_cast<std::size_t>((s.begin + p / group) % rows);
-      visit({.number = (s.begin - begin) * group + p,
+      visit({.number = (s.begin - share.begin) * group + p,
              .i = i,
              .at = of_q[i],
              .sequence = s.sequence,

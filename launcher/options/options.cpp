@@ -465,6 +465,7 @@ CommandLine parse(int argc, char** argv) {
   auto* quick_flag = verify->add_flag("--quick", quick, "Few problems: some seconds");
   verify->add_flag("--full", full, "Larger shapes and many random problems")->excludes(quick_flag);
   std::vector<std::string> families;
+  families.reserve(family_makers().size());
   for (const FamilyMaker& maker : family_makers()) families.emplace_back(maker.name);
   verify->add_option("--families", line.verify.families, "Some of the families [all]")
       ->check(one_of(families));

@@ -167,7 +167,7 @@ std::string refuse_gradients(const StrategyEntry& entry, const Options& options,
 /// Why a strategy cannot compute in fp64, if the options ask for it; empty if it can.
 std::string refuse_fp64(const StrategyEntry& entry, const Options& options) {
   if (options.dtypes.compute != DType::fp64 || entry.takes_fp64) return "";
-  return "it exchanges states, which are fp32; gather-kv computes in fp64";
+  return "its states, or the lse that it sends, are fp32; gather-kv computes in fp64";
 }
 
 }  // namespace

@@ -368,7 +368,8 @@ TEST_F(Fp64, RefusesByName) {
   const auto refused = [&](const Options& options) {
     return message_of<Unsupported>([&] { Attention(world_, options); });
   };
-  for (const char* strategy : {"gather-states", "ring-kv", "ring-q", "heads", "scatter-states"})
+  for (const char* strategy : {"gather-states", "ring-kv", "ring-q", "heads", "scatter-states",
+                               "heads+gather-kv", "heads+ring-kv"})
     EXPECT_THAT(
         refused(rank.options(strategy)),
         ::testing::AllOf(::testing::HasSubstr(strategy), ::testing::HasSubstr("gather-kv")));

@@ -249,6 +249,7 @@ StrategyEntry heads_and(const char* received) {
   entry.preference += 10;
   entry.keeps_order = [](const Options&, int) { return false; };
   entry.takes_tables = false;
+  entry.takes_fp64 = false;
   entry.refusal = [](const Options& o, int ranks) {
     if (std::string why = refuse_levels(o, ranks); !why.empty()) return why;
     const std::string why = other().refusal(between_nodes(o, most_of(o)), ranks / o.ranks_per_node);

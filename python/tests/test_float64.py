@@ -27,18 +27,18 @@ def assert_exact(found, wanted):
 
 def run_options(options):
     """The oracle's options as arguments of attend()."""
-    names = dict(scale="softmax_scale", window="window_size", slopes="alibi_slopes")
-    kinds = dict(documents=np.int64, slopes=np.float32, sinks=np.float32)
+    names = dict(scale="softmax_scale", window="window_size", slopes="alibi_slopes", qq="qq_bias")
+    kinds = dict(documents=np.int64, slopes=np.float32, sinks=np.float32, qq=np.float32)
     return {names.get(n, n): np.asarray(x, kinds[n]) if n in kinds else x for n, x in options.items()}
 
 
 def as_read(options):
-    """Slopes are float32."""
-    return options | {n: np.float64(np.float32(options[n])) for n in ("slopes",) if n in options}
+    """Slopes and qq_bias are float32."""
+    return options | {n: np.float64(np.float32(options[n])) for n in ("slopes", "qq") if n in options}
 
 
 # 0.3 and 2.1 are other numbers in float32.
-@pytest.mark.parametrize("options", [*OPTIONS, dict(scale=0.3, softcap=2.1)])
+@pytest.mark.parametrize("options", [*(o for o in OPTIONS if "alibi" not in o), dict(scale=0.3, softcap=2.1)])
 def test_attend(rng, options):
     q, k, v, _, _ = problem(rng)
     out, lse = longspan.attend(q, k, v, return_lse=True, **run_options(options))
@@ -71,13 +71,23 @@ def test_a_cache_that_grows(rng):
 def test_gradients(rng, options):
     q, k, v, dout, dlse = problem(rng)
     given = run_options(options)
-    documents = {n: given.pop(n) for n in ("documents",) if n in given}
+    run = {n: given.pop(n) for n in ("documents", "alibi_slopes", "qq_bias") if n in given}
     layer = longspan.Attention(heads=4, kv_heads=2, head_dim=32, dtype="float64", max_queries=64, max_seqlen_k=64,
                                gradients=True, **given)
-    out, lse = layer(q, k, v, return_lse=True, **documents)
-    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **documents)
+    out, lse = layer(q, k, v, return_lse=True, **run)
+    found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **run)
     for gradient, wanted in zip(found, gradients(q, k, v, dout, dlse, **as_read(options))):
         assert_exact(gradient, wanted)
+
+
+def test_gradients_of_slopes_are_refused(rng):
+    q, k, v, dout, _ = problem(rng)
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=32, dtype="float64", max_queries=64, max_seqlen_k=64,
+                               gradients=True)
+    slopes = np.full(4, 0.1, np.float32)
+    out, lse = layer(q, k, v, return_lse=True, alibi_slopes=slopes)
+    with pytest.raises(UNSUPPORTED, match="slopes"):
+        layer.backward(dout, q, k, v, out, lse, alibi_slopes=slopes, dalibi_slopes=np.empty(4, np.float32))
 
 
 def test_torch(rng):

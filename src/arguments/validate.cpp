@@ -82,6 +82,10 @@ void check_fp64(const Options& o) {
     throw Unsupported(
         "RoPE (rope.dim) of fp64 is not supported: its angles are of fp32; rotate q and k before "
         "the call");
+  if (o.dout == Dout::partial)
+    throw Unsupported(
+        "dout partial with products of fp64 is not supported: parts are added up in fp32; leave it "
+        "replicated, and add them up before the call");
 }
 
 /// Throws Unsupported unless ranks that share rows or keys by `dealt` hold whole subtrees of the

@@ -176,6 +176,10 @@ TEST(Validate, OptionsThatMakeNoSense) {
                    [](Options& o) { o.dout = static_cast<Dout>(7); });
   refuse_gradients("dout partial with sharded queries",
                    [](Options& o) { o.queries = Sharding{}, o.dout = Dout::partial; });
+  Options wide = options();
+  wide.dtypes.compute = DType::fp64, wide.gradients = true, wide.limits.max_kv_len = 9;
+  wide.dout = Dout::partial;
+  expect_refused<Unsupported>("dout partial with products of fp64", [&] { check_options(wide); });
   refuse("dout partial and max_qq_gradient are for gradients",
          [](Options& o) { o.dout = Dout::partial; });
   refuse("window -1", [](Options& o) { o.mask.window = -1; });

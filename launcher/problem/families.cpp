@@ -616,8 +616,8 @@ Family upper_left(const Sweep& sweep) {
   return family;
 }
 
-/// The strategies that give the gradients of a problem.
-std::vector<std::string> that_go_back(const Problem& p, int ranks) {
+/// The strategies that give the gradients of a problem; none if no layer does.
+std::vector<std::string> that_go_back(const Problem& p, int ranks) try {
   std::vector<std::string> names;
   const Options options = p.layer_options(ranks);
   // Some strategies take keys by a table in some runs only.
@@ -629,6 +629,8 @@ std::vector<std::string> that_go_back(const Problem& p, int ranks) {
         (f.reservation.empty() || !by_table))
       names.emplace_back(f.strategy->name);
   return names;
+} catch (const Unsupported&) {
+  return {};
 }
 
 /// Gradients with all options, by one strategy after the other.
@@ -679,7 +681,15 @@ Family gradients(const Sweep& sweep) {
       p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
     }
     if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
-    const std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    if (chance(4) && shape.dim > 1)
+      p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
+                        .interleaved = below(random, 2) == 0};
+    p.options.invariant = chance(3);
+    std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    if (names.empty()) {  // a cut without an order
+      p.options.invariant = false;
+      names = that_go_back(p, sweep.ranks);
+    }
     if (names.empty()) continue;
     p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
     family.problems.push_back(std::move(p));

@@ -129,8 +129,9 @@ void refuse_derivatives(nb::handle tensor, const char* name) {
       nb::cast<bool>(module_if_loaded("torch").attr("is_grad_enabled")())) {
     refuse_tensor(tensor, name);  // in a transform, which reports it
     throw Unsupported(std::string(name) +
-                      " requires grad, and there is no backward pass: longspan is for inference. "
-                      "Call it under torch.no_grad(), or with " +
+                      " requires grad, and this call has no backward: call "
+                      "longspan.torch.scaled_dot_product_attention, or this under torch.no_grad(), "
+                      "or with " +
                       name + ".detach()");
   }
   // Dual tensors exist only inside dual_level(), which counts its levels from 0.

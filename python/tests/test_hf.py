@@ -328,7 +328,6 @@ def generate(**options):
     (lambda: attend(cu_seq_lens_q=torch.zeros(1)), NotImplementedError, "cu_seq_lens_q"),
     (lambda: attend(output_attentions=True), NotImplementedError, "output_attentions"),
     (lambda: attend(sliding_window=3, is_causal=False), NotImplementedError, "sliding_window"),
-    (lambda: MODEL(IDS), NotImplementedError, "requires grad"),
     (lambda: mask_of(transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)), local_size=4),
      NotImplementedError, "chunked_overlay"),
     (lambda: mask_of(transformers.masking_utils.padding_mask_function(IDS)), NotImplementedError, "packed"),

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import jobs
 import longspan
@@ -127,6 +128,78 @@ def model_with_positions(group, tokens, compiled, layout):
         whole, = lt.context_parallel_unshard(mesh_of(group), [out], [1], load_balancer=layout)
     assert all(t.shape[0] == tokens for t in tables) and kept.shape == out.shape
     torch.testing.assert_close(whole, right, rtol=2e-5, atol=2e-5)
+
+
+def gradients_of_a_call(group, layout):
+    """A rank's rows give the gradients of its own rows and keys."""
+    rank, ranks = group.rank(), group.size()
+    for batch, causal, return_lse in ((1, True, False), (2, False, True), (2, True, True)):
+        whole = [t.double().requires_grad_() for t in inputs(7, batch, 4, 2, 61, 61, 16)]
+        dout, dlse = randn(11, batch, 4, 61, 16).double(), randn(12, batch, 4, 61).double()
+        mask = torch.ones(61, 61, dtype=torch.bool).tril() if causal else torch.ones(61, 61, dtype=torch.bool)
+        scores = whole[0] @ whole[1].repeat_interleave(2, 1).transpose(-1, -2) / 4
+        scores = scores.masked_fill(~mask, -torch.inf)
+        loss = ((scores.softmax(-1) @ whole[2].repeat_interleave(2, 1)) * dout).sum()
+        if return_lse:
+            loss = loss + (scores.logsumexp(-1) * dlse).sum()
+        right = torch.autograd.grad(loss, whole)
+
+        def own(t):
+            return longspan.shard(t, lt._layouts.rule_of(layout), rank=rank, ranks=ranks, dim=2)
+
+        for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+            parts = [own(t.detach()).to(dtype).requires_grad_() for t in whole]
+            found = lt.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True, group=group, keys=layout,
+                                                    return_lse=return_lse)
+            loss = (found[0] * own(dout)).sum() + (found[1] * own(dlse)).sum() if return_lse else (found * own(dout)).sum()
+            for one, wanted in zip(torch.autograd.grad(loss, parts), right):
+                torch.testing.assert_close(one.double(), own(wanted), rtol=bound, atol=bound)
+
+
+def gradients_of_replicated_rows(group):
+    """Every rank has all rows and the same loss."""
+    q, k, v = (t.requires_grad_() for t in inputs(7, 1, 4, 2, 9, 61, 16))
+    right = torch.autograd.grad(sdpa_before(q, k, v, enable_gqa=True).square().sum(), (q, k, v))
+    own = [longspan.shard(t.detach(), "zigzag", rank=group.rank(), ranks=group.size(), dim=2).requires_grad_()
+           for t in (k, v)]
+    out = lt.scaled_dot_product_attention(q, *own, enable_gqa=True, group=group, queries=None)
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, *own))
+    torch.testing.assert_close(dq, right[0], rtol=2e-5, atol=2e-5)
+    for found, wanted in zip((dk, dv), right[1:]):
+        wanted = longspan.shard(wanted, "zigzag", rank=group.rank(), ranks=group.size(), dim=2)
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+def training(group, layout, checkpointed):
+    """Ten steps of AdamW on sharded tokens: the losses of one rank. Ranks have unequal numbers of tokens."""
+    x, wanted = randn(3, 2, 45, 64), randn(4, 2, 45, 64)
+    losses = []
+    for ranks in (1, group.size()):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Block(), Block())
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for step in range(10):
+            own = [x.clone(), wanted.clone(), *(block.angles[:45].clone() for block in model)]
+            whole = [block.angles for block in model]
+            context = lt.context_parallel(mesh_of(group), buffers=own, buffer_seq_dims=[1, 1, 0, 0],
+                                          no_restore_buffers=set(own), layout=layout) if ranks > 1 else contextlib.nullcontext()
+            with context:
+                for block, angles in zip(model, own[2:]):
+                    block.angles = angles
+                out = torch.utils.checkpoint.checkpoint(model, own[0], use_reentrant=False) if checkpointed else model(own[0])
+                loss = (out - own[1]).square().sum() / x.numel()  # of all tokens, on every rank
+                optimizer.zero_grad()
+                loss.backward()
+            for block, angles in zip(model, whole):
+                block.angles = angles
+            if ranks > 1:
+                loss = loss.detach().clone()
+                for summed in [loss, *(p.grad for p in model.parameters())]:
+                    dist.all_reduce(summed, group=group)
+            losses.append(float(loss.detach()))
+            optimizer.step()
+    np.testing.assert_allclose(losses[10:] or losses, losses[:10], rtol=1e-5)
+    assert losses[9] < 0.9 * losses[0]
 
 
 def no_buffers(group):

@@ -214,8 +214,8 @@ class Rank {
 
  private:
   static Tensor tensor(Numbers& numbers, std::initializer_list<std::int64_t> extents) {
-    numbers.reserve(1);  // so that an empty tensor has memory of its own
-    return {numbers.data(), fp64, extents};
+    static double none;  // empty tensors may have one address
+    return {numbers.empty() ? &none : numbers.data(), fp64, extents};
   }
 
   Problem& problem_;

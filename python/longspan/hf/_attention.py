@@ -11,6 +11,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import InputError, UnsupportedError
 from ..torch._groups import alone_name
 from ..torch._ops import attend as _attend
+from ..torch._train import attend_recorded, wants_grad
 from ._sealed import NAME, Held, Mask, Share, shares
 
 # Arguments that models pass to attention, and that change no result.
@@ -62,7 +63,10 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     with torch._C.DisableTorchFunction():
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if share is None:
-        return _attend(q, k, v, alone_name(query.device.type), **options), None
+        name = alone_name(query.device.type)
+        if wants_grad(q, k, v, s_aux):
+            return attend_recorded(q, k, v, name, **options)[0], None
+        return _attend(q, k, v, name, **options), None
     options["keys"] = share.layout
     now = share.forward.prefill
     if now is None:

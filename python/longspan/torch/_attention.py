@@ -14,17 +14,11 @@ from longspan._shards import _cuts, contradiction, refuse
 from ._groups import Ranks, known, name_of
 from ._layouts import layout_text, rule_of, shard_of, unshard_of
 from ._ops import attend as _attend, attend_lse as _attend_lse
-from ._transforms import refuse_derivative
+from ._train import attend_recorded, wants_grad
+from ._transforms import refuse_tangent
 
 AS_KEYS = "as keys"
 AUTOCASTS = ("cpu", "cuda")  # the devices here that have autocast
-
-
-def _refuse_grad(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        name = "query" if query.requires_grad else "key" if key.requires_grad else "value"
-        raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
-                               f"torch.inference_mode(), or give {name}.detach()")
 
 
 def _refuse_other_cut(q, k, v, tokens_dim, name, keys, queries, cache_seqlens, total_keys, total_queries, keys_name):
@@ -48,7 +42,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, heads_dim: int) -> None:
             raise UnsupportedError(f"{name} is {'nested' if one.is_nested else one.layout}: give a dense tensor "
                                    "(to_padded_tensor, to_dense), or one packed sequence with documents")
         if not torch._C._functorch.is_batchedtensor(one):
-            refuse_derivative(name, one)
+            refuse_tangent(name, one)
         if one.dim() != query.dim():
             raise InputError(f"{name} has {one.dim()} dimensions and query {query.dim()}; give it as many "
                              "(unsqueeze, flatten)")
@@ -127,7 +121,8 @@ def scaled_dot_product_attention(
     broadcasts to the batch and one head to all heads, and autocast casts.
 
     Args:
-        query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16.
+        query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16; on CPUs also
+            float64.
         key: [batch, kv_heads, keys, dim]; value: [batch, kv_heads, keys, value_dim]; this rank's.
         attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...) or causal_upper_left(...),
             of the lengths over all ranks or of this rank's. Others, such as masks of numbers, are
@@ -163,9 +158,14 @@ def scaled_dot_product_attention(
             states.
         return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
 
+    On CPUs autograd differentiates it, with respect to query, key, value, sinks and alibi_slopes, also of
+    lse. The backward is collective, as the call is: all ranks make the same ones in the same order. A rank
+    gets the gradients of its own tokens, summed over the rows of all ranks. With queries=None the loss is
+    the same on all ranks.
+
     Raises:
-        UnsupportedError: attn_mask, dropout_p, and tensors whose derivative is asked for: they require grad
-            while grad is enabled, forward mode, torch.func.grad, jvp ... (vmap works).
+        UnsupportedError: attn_mask, dropout_p; on GPUs tensors that require grad; second derivatives, forward
+            mode, torch.func.grad, jvp ... (vmap works).
         InputError: tensors that do not fit; lengths that do not fit the layout.
         UsageError: ranks differ in the options. RankError: a rank died or did not come.
 
@@ -180,7 +180,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
     if dropout_p:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported, as there is no training here")
+        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported")
     try:
         device = query.device.type
         name = name_of(comm, group, device)
@@ -188,7 +188,6 @@ def scaled_dot_product_attention(
         if (not enable_gqa and query.size(-3) != key.size(-3)) or (
                 query.dim() == 4 and not query.size(0) == key.size(0) == value.size(0)):
             query, key, value = _broadcast(query, key, value, enable_gqa)
-        _refuse_grad(query, key, value)
         if device in AUTOCASTS and torch.is_autocast_enabled(device):
             query, key, value = _cast(device, query, key, value)
         if torch.compiler.is_compiling():
@@ -257,10 +256,14 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["strategy"] = strategy
     if heads_dim == -3:
         q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if wants_grad(q, k, v, sinks, alibi_slopes):
+        out, lse = attend_recorded(q, k, v, name, **options)
+    elif return_lse:
+        out, lse = _attend_lse(q, k, v, name, **options)
+    else:
+        out, lse = _attend(q, k, v, name, **options), None
     if not return_lse:
-        out = _attend(q, k, v, name, **options)
         return out.transpose(-3, -2) if heads_dim == -3 else out
-    out, lse = _attend_lse(q, k, v, name, **options)
     return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
 
 
@@ -281,8 +284,8 @@ class ContextParallelAttention(torch.nn.Module):
     """Attention of a model whose tokens are sharded across ranks. Its only possible weights are sinks.
 
     Every rank gives the query rows, keys and values of its own tokens. The first layer of a group
-    is made collectively. The layer is for inference: under autograd it refuses tensors that require
-    grad.
+    is made collectively. On CPUs it trains, as scaled_dot_product_attention does, and its sinks learn; on
+    GPUs tensors that require grad are refused.
 
     copy.deepcopy gives a layer of the same ranks. A layer of the default group can be pickled, and is
     unpickled as one of the default group there. A layer of another group, a mesh or a communicator cannot,
@@ -374,7 +377,6 @@ class ContextParallelAttention(torch.nn.Module):
         heads_dim = -3 if self.format == "bhtd" else -2
         sinks = self._buffers["sinks"] if "sinks" in self._buffers else self._parameters["sinks"]
         try:
-            _refuse_grad(query, key, value)
             device = query.device.type
             name = self._ranks.name_on(device)
             _refuse_other_cut(query, key, value, -5 - heads_dim, name, self.layout, queries, cache_seqlens, total_keys,

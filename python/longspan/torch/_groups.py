@@ -26,7 +26,7 @@ class Known:
     caller gave stays the caller's, and is known while others hold it.
     """
 
-    __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers")
+    __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers", "trainers")
 
     def __init__(self, comm: Communicator, group: Any, is_given: bool, name: str):
         self._comm = weakref.ref(comm, lambda _: _drop(name)) if is_given else lambda: comm
@@ -34,6 +34,7 @@ class Known:
         self.rank, self.size, self.device = comm.rank, comm.size, comm.device
         self.group = None if group is None else weakref.ref(group)  # its process group, where it has one
         self.writers: dict = {}  # layers that append, by what they append
+        self.trainers: dict = {}  # layers that compute gradients, by their sizes and options
 
     @property
     def comm(self) -> Communicator:
@@ -47,7 +48,7 @@ class Known:
         return isinstance(self._comm, weakref.ref)
 
     def for_writers(self) -> Communicator:
-        """A communicator whose layers may be kept in `writers`. A layer holds its communicator, and what
+        """A communicator whose layers may be kept in `writers` and `trainers`. A layer holds its communicator, and what
         is kept here must not hold a caller's communicator. Collective where a new one is made."""
         if not self.is_given:
             return self.comm

@@ -2,8 +2,8 @@
 
 Tensors are [batch, tokens, heads, dim] or [tokens, heads, dim], as in longspan.attend; a
 communicator is given by its name (a string). Fake implementations compute shapes; written arguments
-are declared. An operator's kernel refuses tensors whose derivative is asked for, since there is
-none: a backward would be registered for the key Autograd, beside the kernels below.
+are declared. The kernels here refuse tensors that require grad; _train.py has the operators of
+autograd.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def _check_fakes(**tensors):
     if torch.is_grad_enabled():
         for name, one in tensors.items():
             if one.requires_grad:
-                raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under "
-                                       "torch.no_grad() or torch.inference_mode(), or give x.detach()")
+                raise UnsupportedError(f"{name} requires grad, and this operator has no backward: call "
+                                       "longspan.torch.scaled_dot_product_attention, or give x.detach()")
     first, *others = tensors.items()
     for name, one in others:
         if one.device != first[1].device:

@@ -23,16 +23,19 @@ def has_tangent(tensor: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def refuse_derivative(name: str, tensor: Any) -> None:
-    """Raises where a derivative with respect to the tensor is asked for: it would be zeros."""
-    if not isinstance(tensor, Tensor):
-        return
-    if has_tangent(tensor):
+def refuse_tangent(name: str, tensor: Any) -> None:
+    """Raises where forward mode asks for a derivative: it would be zeros."""
+    if isinstance(tensor, Tensor) and has_tangent(tensor):
         raise UnsupportedError(f"{name} is a dual tensor (forward mode: torch.func.jvp, jacfwd, dual_level), and there "
                                f"is no derivative: give {name}.detach()")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(f"{name} requires grad, and there is no backward: call it under torch.no_grad() or "
-                               f"torch.inference_mode(), or give {name}.detach()")
+
+
+def refuse_derivative(name: str, tensor: Any) -> None:
+    """The same for torch.func.grad and vjp too."""
+    refuse_tangent(name, tensor)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(f"{name} requires grad in torch.func (grad, vjp), and there is no rule for it: call "
+                               f"backward() or torch.autograd.grad, or give {name}.detach()")
 
 
 def register(library: torch.library.Library, name: str) -> None:

@@ -224,6 +224,17 @@ def test_a_checkpointed_model_learns_the_same(torch_ranks):
     torch_ranks.values(2, jobs.training, "zigzag", True)
 
 
+@pytest.mark.more
+def test_a_backward_that_one_rank_never_calls():
+    from torch_ranks import TorchRanks
+
+    made = TorchRanks(2)
+    (name, text, took), nothing = made.values(2, jobs.backward_alone)
+    assert name == "RankError" and "ank 1" in text and took < 10, text
+    assert nothing is None
+    made.end()
+
+
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=25)
 def test_any_shape_and_stride(data):

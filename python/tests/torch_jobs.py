@@ -202,6 +202,20 @@ def training(group, layout, checkpointed):
     assert losses[9] < 0.9 * losses[0]
 
 
+def backward_alone(group):
+    """The last rank calls no backward: the others get an error that names it."""
+    comm = lt.communicator(group, deadline=3.0)
+    parts = [randn(group.rank() + n, 1, 2, 9, 16).requires_grad_() for n in range(3)]
+    first, second = (lt.scaled_dot_product_attention(*parts, comm=comm).sum() for _ in range(2))
+    first.backward()  # makes the layer of the backward
+    try:
+        if group.rank() + 1 < group.size():
+            return raised(second.backward)
+        time.sleep(5)
+    finally:
+        comm.close()
+
+
 def no_buffers(group):
     """#159706 and IndexError: a context without buffers, with tensors that are sharded already."""
     q, k, v = inputs(9, 1, 2, 2, 40, 40, 16)

@@ -160,21 +160,17 @@ void add_sums(double* to, const double* from, std::int64_t count, ThreadPool& po
 
 void row_terms_fp64(const RowTermParams& p, ThreadPool& pool) {
   auto* const terms = reinterpret_cast<WideRowTerm*>(p.terms);
-  const auto element = [](const TokenLse& of, std::int64_t token, int head) {
-    return reinterpret_cast<const double*>(
-        of.data)[of.row_stride * token + of.head_stride * head + of.gap.before(token)];
-  };
   pool.run_stretches(p.tokens, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t token = begin; token < end; ++token)
       for (int head = 0; head < p.heads; ++head) {
         WideRowTerm& term = terms[token * p.heads + head];
-        term = {element(p.lse, token, head), 0};
+        term = {*wide_lse(p.lse, token, head), 0};
         // If the row sees nothing, its dout may hold anything.
         if (term.lse == -std::numeric_limits<double>::infinity()) continue;
         const double* const out = p.out.at<double>(token, head);
         const double* const dout = p.dout.at<double>(token, head);
         for (int c = 0; c < p.value_dim; ++c) term.d += dout[c] * out[c];
-        if (p.dlse.data != nullptr) term.d -= element(p.dlse, token, head);
+        if (p.dlse.data != nullptr) term.d -= *wide_lse(p.dlse, token, head);
       }
   });
 }

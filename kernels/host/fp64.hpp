@@ -15,6 +15,11 @@ namespace longspan::kernels::host {
 inline constexpr int kWideRows = 16;    // of a tile
 inline constexpr int kWideColumns = 8;  // rows of matrices are padded to a multiple
 
+/// The lse of a row, which is of fp64 here.
+inline double* wide_lse(const TokenLse& lse, std::int64_t row, std::int64_t head) {
+  return reinterpret_cast<double*>(lse.data) + (lse.at(row, head) - lse.data);
+}
+
 /// A thread's memory: what a tile needs of a segment, and its own rows.
 struct WideSpace {
   double* keys = nullptr;           // [head_dim, 128] transposed

@@ -220,9 +220,7 @@ void finish_row(const AttendParams& p, const MergeParams& result, const WideRow&
   double* const out = result.out.at<double>(row.token, row.head);
   for (int c = 0; c < p.value_dim; ++c) out[c] = sum == 0 ? 0.0 : o[c] * factor / sum;
   if (result.lse.data == nullptr) return;
-  auto* const lse = reinterpret_cast<double*>(result.lse.data);
-  lse[result.lse.row_stride * row.token + result.lse.head_stride * row.head +
-      result.lse.gap.before(row.token)] = sees_some ? max + std::log(sum) : kHidden;
+  *wide_lse(result.lse, row.token, row.head) = sees_some ? max + std::log(sum) : kHidden;
 }
 
 void attend(const AttendParams& p, const MergeParams& result, const Tile& tile,

@@ -106,8 +106,7 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   if (options.invariant && world.size() > 1 && (args.dslopes || args.dqq_bias))
     throw Unsupported(
         "gradients of slopes and qq_bias (dslopes, dqq_bias) with invariant on several ranks are "
-        "not "
-        "supported: they add up in an order of the ranks; leave one of them off");
+        "not supported: they add up in an order of the ranks; leave one of them off");
   const AttentionArgs& run = args.run;
   const Device device = world.device();
   refuse_runs_without_gradients(run);

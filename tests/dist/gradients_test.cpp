@@ -11,6 +11,7 @@
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/dist/gradient_case.hpp"
 #include "tests/dist/node_sizes.hpp"
 #include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
@@ -91,23 +92,9 @@ class RankProblem {
     a.out = Tensor(out_.data(), out_.dtype, {rows, s.heads, s.dim});
     a.lse = Lse::tokens_heads(Tensor(lse_.data(), {rows, s.heads}));
     if (!is_replicated(queries_)) a.total_tokens = p.tokens();
-    if (p.batch() == 1) {
-      a.total_keys = s.kv_len[0];
-    } else {
-      a.query_start = Tensor(p.query_start.data(), {p.batch() + 1});
-      a.kv_len = Tensor(whole_.problem.shape.kv_len.data(), {p.batch()});
-    }
+    give_terms(a, p);
     if (s.alibi) a.slopes = of_slopes(p.slopes);
     if (!whole_.sinks.empty()) a.sinks = Tensor(whole_.sinks.data(), {s.heads});
-    if (s.qq) {
-      a.qq_bias = Tensor(p.qq.data(), p.qq.dtype, {p.qq_width(), p.qq_width()});
-      a.qq_bias.stride[0] = p.qq_width() + HostProblem::kGap;
-    }
-    if (!s.causal.empty()) a.causal = Tensor(whole_.problem.shape.causal.data(), {p.batch()});
-    if (!s.documents.empty())
-      a.documents = Tensor(s.documents.data(), {p.batch(), p.starts_of_one()});
-    if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {p.batch()});
-    if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {p.batch()});
     if (p.tables) {
       a.rope_cos = p.tables->view(p.tables->cos);
       a.rope_sin = p.tables->view(p.tables->sin);
@@ -226,46 +213,6 @@ GradientResult<float> run_and_go_back(const Communicator& world, RankProblem& ra
   layer.wait();
   // [/backward]
   return rank.found();
-}
-
-HostShape random_shape(std::mt19937& random) {
-  const auto one_in = [&](int n) { return random() % n == 0; };
-  HostShape s;
-  s.kv_heads = 1 << random() % 3;
-  s.heads = s.kv_heads * (1 + static_cast<int>(random() % 3));
-  s.dim = 1 + static_cast<int>(random() % 72);
-  s.dtype = one_in(3) ? bf16 : fp32;
-  const bool one = one_in(2);
-  s.query_len.clear();
-  s.kv_len.clear();
-  for (int b = 0; b < (one ? 1 : 3); ++b) {
-    s.query_len.push_back(static_cast<std::int32_t>(one_in(8) ? 0 : 1 + random() % 150));
-    s.kv_len.push_back(s.query_len.back() + static_cast<std::int32_t>(random() % 200));
-  }
-  s.mask.causal = one_in(2);
-  if (one_in(3)) s.mask.window = 1 + static_cast<int>(random() % 100);
-  if (one_in(3)) s.mask.right = static_cast<int>(random() % 40);
-  if (one_in(3)) {
-    s.mask.alignment = Alignment::upper_left;
-    for (std::int32_t& keys : s.kv_len)
-      if (one_in(2)) keys = static_cast<std::int32_t>(1 + random() % 200);
-  }
-  if (one_in(3)) s.softcap = 2;
-  if (one_in(3)) s.alibi = static_cast<Alibi>(random() % 3);
-  if (one_in(4)) s.qq = true;
-  if (one_in(one ? 2 : 3))
-    for (const std::int64_t n : s.kv_len) {
-      const std::int64_t starts[] = {n / 10, n / 3, n / 3, n - n / 8};
-      s.documents.insert(s.documents.end(), std::begin(starts), std::end(starts));
-    }
-  if (one_in(3))
-    for (const std::int32_t n : s.kv_len)
-      s.left_padding.push_back(static_cast<std::int32_t>(random() % (n / 2 + 1)));
-  if (one_in(3))
-    for (const std::int32_t n : s.query_len)
-      s.used_rows.push_back(static_cast<std::int32_t>(one_in(2) ? random() % (n + 1) : n));
-  if (!one && one_in(2)) s.causal = {1, 0, 1};
-  return s;
 }
 
 /// RoPE of any number of elements, by base and scale or by tables.

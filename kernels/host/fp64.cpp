@@ -47,19 +47,7 @@ class WideRun {
     return static_cast<int>(item / each % p_.kv_heads);
   }
   Tile tile(const Sequence& s, int kv_head, std::int64_t number) const {
-    const std::int64_t first = number * kWideRows;
-    return {s,
-            kv_head,
-            1,
-            first,
-            static_cast<int>(std::min<std::int64_t>(kWideRows, s.query_len * group_ - first)),
-            0,
-            s.order.leaves,
-            {0, s.keys}};
-  }
-  static Segment segment(const Sequence& s, std::int64_t number) {
-    const std::int64_t first = number * kSegment;
-    return {first, static_cast<int>(std::min<std::int64_t>(kSegment, s.keys - first))};
+    return tile_of(s, kv_head, number * kWideRows, s.query_len * group_, kWideRows);
   }
 
  private:
@@ -118,7 +106,7 @@ void attend_gradients_fp64(const GradientParams& p, ThreadPool& pool, const Betw
     pool.run(run.heads() * each, [&](std::int64_t item, int thread) {
       const Sequence s = run.sequence(item, each);
       if (item % each >= segments_of(s.keys)) return;
-      const Segment segment = WideRun::segment(s, item % each);
+      const Segment segment = segment_of(s, item % each);
       const int kv_head = run.kv_head(item, each);
       const std::int64_t row =
           segment.first + (p.key_sum_start != nullptr ? p.key_sum_start[s.index] : s.first_key);
@@ -146,7 +134,7 @@ void attend_gradients_fp64(const GradientParams& p, ThreadPool& pool, const Betw
       const WideSpace space = run.space(thread);
       pack_fp64_rows(p, tile, space);
       for (std::int64_t number = 0; number < segments_of(s.keys); ++number)
-        gradient_fp64_tile(p, tile, WideRun::segment(s, number), space, to);
+        gradient_fp64_tile(p, tile, segment_of(s, number), space, to);
       if (thread == 0 && between) between();
     });
   }

@@ -233,9 +233,7 @@ void attend(const AttendParams& p, const MergeParams& result, const Tile& tile,
   std::fill_n(space.sum, kWideRows, 0.0);
   KeyRows rows;
   for (Interval seen = visible.next(0); !seen.empty();) {
-    const std::int64_t first = seen.begin / kSegment * kSegment;
-    const Segment segment{
-        first, static_cast<int>(std::min<std::int64_t>(kSegment, tile.sequence.keys - first))};
+    const Segment segment = segment_of(tile.sequence, seen.begin / kSegment);
     const Range any = visible.keys(segment, 0, tile.rows - 1);
     find_seen(p, tile, visible, tile.kv_head, segment, any, 0, rows);
     pack_side(rows.k(), p.k, p.head_dim, any, {space.keys, nullptr});
@@ -246,7 +244,7 @@ void attend(const AttendParams& p, const MergeParams& result, const Tile& tile,
       attend_row(scores, make_scores(p, tile, visible, segment, r, scores, nullptr), space, columns,
                  r);
     }
-    seen = visible.next(first + kSegment);
+    seen = visible.next(segment.first + kSegment);
   }
   for (int r = 0; r < tile.rows; ++r) finish_row(p, result, WideRow(p, tile, r), space, r);
 }

@@ -123,20 +123,6 @@ class GradientRun {
     if (thread == 0 && between_) between_();
   }
 
-  static Segment segment(const Sequence& s, std::int64_t number) {
-    const std::int64_t first = number * kSegment;
-    return {first, static_cast<int>(std::min<std::int64_t>(kSegment, s.keys - first))};
-  }
-  Tile tile(const Sequence& s, int kv_head, std::int64_t first, std::int64_t end) const {
-    return {s,
-            kv_head,
-            1,
-            first,
-            static_cast<int>(std::min<std::int64_t>(kGradientRows, end - first)),
-            0,
-            s.order.leaves,
-            {0, s.keys}};
-  }
   float* dq_of(const Sequence& s, int kv_head) const {
     return p_.dq.at(kv_head, s.first_row * group_);
   }
@@ -194,7 +180,7 @@ class GradientRun {
       const std::int64_t begin = row_of(first), end = row_of(first + rows_of_item());
       for (int kv_head = 0; kv_head < p_.kv_heads; ++kv_head)
         for (std::int64_t at = begin; at < end; at += kGradientRows)
-          take_qq_tile(tile(s, kv_head, at, end), own, thread);
+          take_qq_tile(tile_of(s, kv_head, at, end, kGradientRows), own, thread);
     }
   }
   void take_qq_tile(const Tile& of_rows, const GradientSpace& own, int thread) const {
@@ -202,7 +188,7 @@ class GradientRun {
     PackedQueryRows rows;
     pack_gradient_rows(p_, of_rows, own, rows);
     for (std::int64_t i = 0; i < segments_of(s.keys); ++i) {
-      const Segment of_keys = segment(s, i);
+      const Segment of_keys = segment_of(s, i);
       if (!sees(of_rows, of_keys) || !has_qq(s, of_keys)) continue;
       PackedKeyRows keys;
       pack_gradient_keys(p_, s, of_rows.kv_head, of_keys, own, keys);
@@ -243,7 +229,7 @@ class GradientRun {
     const GradientSpace own = space(thread);
     const std::int64_t k_floats = kSegment * head_columns_, v_floats = kSegment * value_columns_;
     PackedKeyRows keys;
-    pack_gradient_keys(p_, s, kv_head, segment(s, number), own, keys);
+    pack_gradient_keys(p_, s, kv_head, segment_of(s, number), own, keys);
     const std::int64_t count = keys.segment.keys;
     const std::int64_t row =
         keys.segment.first +
@@ -271,7 +257,7 @@ class GradientRun {
         last_leaf = leaf;
       }
       for (std::int64_t at = first; at < end; at += kGradientRows) {
-        const Tile of_rows = tile(s, kv_head, at, end);
+        const Tile of_rows = tile_of(s, kv_head, at, end, kGradientRows);
         if (!sees(of_rows, keys.segment)) continue;
         PackedQueryRows rows;
         pack_gradient_rows(p_, of_rows, own, rows);
@@ -298,7 +284,7 @@ class GradientRun {
   /// dq of one tile.
   void take_rows(const Sequence& s, int kv_head, std::int64_t first, int thread) const {
     const GradientSpace own = space(thread);
-    const Tile of_rows = tile(s, kv_head, first, s.query_len * group_);
+    const Tile of_rows = tile_of(s, kv_head, first, s.query_len * group_, kGradientRows);
     const std::int64_t floats = kGradientRows * head_columns_;
     const std::int64_t used = of_rows.rows * head_columns_;
     float* const to = dq_of(s, kv_head) + first * head_columns_;
@@ -310,7 +296,7 @@ class GradientRun {
     };
     double* const slopes = slopes_of(s, kv_head);
     const auto take = [&](std::int64_t number, float* dq) {
-      const Segment of_keys = segment(s, number);
+      const Segment of_keys = segment_of(s, number);
       if (!sees(of_rows, of_keys)) return;
       PackedKeyRows keys;
       pack_gradient_keys(p_, s, kv_head, of_keys, own, keys);

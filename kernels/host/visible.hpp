@@ -19,6 +19,25 @@ struct Segment {
   int keys = 0;
 };
 
+/// The segment of a sequence's keys with this number.
+inline Segment segment_of(const Sequence& s, std::int64_t number) {
+  const std::int64_t first = number * kSegment;
+  return {first, static_cast<int>(std::min<std::int64_t>(kSegment, s.keys - first))};
+}
+
+/// The rows of a kv head from `first` on, up to `end` and at most `most`, against all keys.
+inline Tile tile_of(const Sequence& s, int kv_head, std::int64_t first, std::int64_t end,
+                    int most) {
+  return {s,
+          kv_head,
+          1,
+          first,
+          static_cast<int>(std::min<std::int64_t>(most, end - first)),
+          0,
+          s.order.leaves,
+          {0, s.keys}};
+}
+
 inline Range aligned(Range keys) {
   if (keys.begin == keys.end) return keys;
   return {keys.begin / 16 * 16, (keys.end + 15) / 16 * 16};

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .. import InputError, UnsupportedError
+from ..torch._catch import attend_on, innermost
 from ..torch._groups import alone_name
 from ..torch._ops import attend as _attend
 from ..torch._train import attend_recorded, wants_grad
@@ -54,6 +55,9 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         if given is not None and given is not False and name not in _NO_MATTER:
             _refuse(name)
     options = _visible(module, query, key, attention_mask, sliding_window, is_causal, share)
+    context = innermost()
+    if context is not None:
+        return _of_all_ranks(context, query, key, value, options, share, scaling, softcap, s_aux), None
     if scaling is not None:
         options["softmax_scale"] = scaling
     if softcap is not None:
@@ -79,6 +83,20 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if now.rows:
         return out, None
     return q.new_zeros(*q.shape[:3], value.shape[-1]), None
+
+
+def _of_all_ranks(context: tuple, query: Tensor, key: Tensor, value: Tensor, options: dict, share: Share | None,
+                  scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """[batch, tokens, heads, dim] inside context_parallel: each rank has its own tokens."""
+    if share is not None:
+        _refuse("a ShardedCache inside context_parallel")
+    if options.keys() & {"cache_leftpad", "cache_seqlens"}:
+        raise UnsupportedError("attention_mask has padding, and inside context_parallel it is of one rank's tokens only: give "
+                               "context_parallel the documents that longspan.padding makes of the whole mask")
+    ranks, of_context = context
+    out = attend_on(ranks, of_context, query, key, value, is_causal=options["causal"], scale=scaling, enable_gqa=True,
+                    window_size=(options.get("window_left", -1), -1), softcap=softcap or 0.0, sinks=sinks)
+    return out.transpose(1, 2)
 
 
 def _share_of(module: torch.nn.Module, key: Tensor, value: Tensor) -> Share | None:
@@ -149,6 +167,8 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
     left or on the right. Others are refused.
     """
     config = others.get("config")
+    if innermost() is not None:
+        mask_function = _unpacked(mask_function)
     causal, window = mask_function is not bidirectional_mask_function, None
     if causal and mask_function is not causal_mask_function:
         _check_kind(mask_function, q_length, others, config)
@@ -199,6 +219,17 @@ def padding_side(attention_mask: Tensor) -> tuple[str | None, Tensor | None]:
     if torch.equal(given, place < used[:, None]):
         return "right", used
     _refuse("attention_mask with zeros between ones, or on both sides of them,")
+
+
+def _unpacked(mask_function: Any) -> Any:
+    """Leaves out what transformers found in position_ids: those of a rank's tokens have gaps, and context_parallel has
+    the documents."""
+    parts = [cell.cell_contents for cell in mask_function.__closure__ or () if isinstance(cell.cell_contents, tuple)]
+    names = [getattr(part, "__qualname__", "").partition(".")[0] for part in (parts[0] if len(parts) == 1 else ())]
+    if names != ["remap_positions_for_packed_sequence", "packed_sequence_mask_function"]:
+        return mask_function
+    inner = parts[0][0]
+    return inner.__closure__[inner.__code__.co_freevars.index("mask_function")].cell_contents
 
 
 def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:

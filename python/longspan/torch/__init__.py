@@ -6,15 +6,16 @@
         y = model(x)                # scaled_dot_product_attention inside runs over all ranks
 
 It works on CPUs and GPUs, under torchrun without MPI, eagerly and under
-torch.compile(fullgraph=True). Inference only: tensors that require grad are refused while grad is
-enabled. docs/reference/python.md in the repository has more.
+torch.compile(fullgraph=True). On CPUs it trains too; on GPUs tensors that require grad are refused
+while grad is enabled. docs/reference/python.md and docs/guides/training.md in the repository have more.
 
 The operators are torch.ops.longspan.attend, attend_lse, attend_out, attend_append and append.
 """
 
 from ._attention import ContextParallelAttention, scaled_dot_product_attention
+from ._batch import ShardedBatch, shard_batch
 from ._context import context_parallel, context_parallel_unshard, set_rotate_method
 from ._groups import communicator
 
-__all__ = ["ContextParallelAttention", "communicator", "context_parallel", "context_parallel_unshard",
-           "scaled_dot_product_attention", "set_rotate_method"]
+__all__ = ["ContextParallelAttention", "ShardedBatch", "communicator", "context_parallel", "context_parallel_unshard",
+           "scaled_dot_product_attention", "set_rotate_method", "shard_batch"]

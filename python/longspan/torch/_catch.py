@@ -51,11 +51,17 @@ _FLEX = torch.ops.higher_order.flex_attention
 
 def _why(name: str) -> str:
     return (f"{name} inside context_parallel is not supported: it would attend to this rank's tokens alone. torch's "
-            "scaled_dot_product_attention attends to all; windows, documents and softcap are arguments of "
-            "longspan.torch's")
+            "scaled_dot_product_attention attends to all; windows and softcap are arguments of "
+            "longspan.torch's, and documents of context_parallel")
 
 
-def _attend_on(ranks: Ranks, options: dict, *args, **kwargs):
+def innermost() -> tuple[Ranks, dict] | None:
+    """The context that this thread is in: its ranks, and the options of attention in it."""
+    contexts = getattr(_inside, "contexts", None)
+    return contexts[-1] if contexts else None
+
+
+def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
     """One process alone attends on the device of the query."""
     query = args[0] if args else kwargs.get("query")
     device = query.device.type if isinstance(query, torch.Tensor) else ""
@@ -69,7 +75,7 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _SDPA:
-            return _attend_on(self._ranks, self._options, *args, **(kwargs or {}))
+            return attend_on(self._ranks, self._options, *args, **(kwargs or {}))
         if func is _FLEX:
             return _refuse_flex(*args)
         if func in _LOCAL:
@@ -92,11 +98,11 @@ def caught(ranks: Ranks, options: dict) -> Iterator[None]:
 # ---- calls of the dispatcher ------------------------------------------------------------
 
 def _attend(*args, **kwargs):
-    contexts = getattr(_inside, "contexts", None)
-    if not contexts:  # this thread inherited the key from the thread that started it
+    context = innermost()
+    if context is None:  # this thread inherited the key from the thread that started it
         raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
                                "(torch.jit.fork) is not supported: call it in the thread that entered")
-    return _attend_on(*contexts[-1], *args, **kwargs)
+    return attend_on(*context, *args, **kwargs)
 
 
 def _refusal(name: str):

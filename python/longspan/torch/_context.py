@@ -51,6 +51,7 @@ def context_parallel(
     queries: str | None = "as keys",
     causal_alignment: str | None = None,
     total_tokens: int | None = None,
+    documents: Tensor | None = None,
 ) -> Iterator[None]:
     """Inside, torch's scaled_dot_product_attention runs over the tokens of all ranks of `mesh`.
 
@@ -86,6 +87,8 @@ def context_parallel(
             "lower_right" that they are the last.
         total_tokens: of the sequence, where query and key have the tokens of the buffers and no others:
             saves the round of messages by which attention learns it.
+        documents: [count + 1] int64 starts of documents packed in the one sequence of the batch, or [batch,
+            count + 1]: attention inside stays within them.
 
     Raises:
         InputError, UnsupportedError, UsageError, RankError: as scaled_dot_product_attention; here and in
@@ -109,6 +112,8 @@ def context_parallel(
     options = dict(keys=layout, queries=queries, causal_alignment=causal_alignment, total_keys=total_tokens,
                    total_queries=total_tokens,
                    strategy=_strategy_for(layout, world.device) if queries is not None else "auto")
+    if documents is not None:
+        options["documents"] = documents
     whole = [(b, b.data) for b in buffers]
     shards = [_own_part(b, layout, world, d) for b, d in zip(buffers, dims)]
     layouts = _open.__dict__.setdefault("layouts", [])

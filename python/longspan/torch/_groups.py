@@ -16,7 +16,9 @@ import torch.distributed as dist
 import longspan
 from longspan import Communicator, InputError, RankError, UnsupportedError, UsageError
 
-DEADLINE = 60.0  # seconds that ranks wait for each other to meet, where nothing else is given
+def default_deadline() -> float:
+    """Seconds that ranks wait for each other, where nothing else is given."""
+    return float(os.environ.get("LONGSPAN_DEADLINE_S") or 60)
 
 
 class Known:
@@ -261,7 +263,7 @@ def _made_for(group_or_mesh, dim=None, device=None, deadline=None) -> str:
             return name
         if name is not None:
             _drop(name)
-        wait = deadline or float(os.environ.get("LONGSPAN_DEADLINE_S") or DEADLINE)
+        wait = deadline or default_deadline()
         gpu = _gpu_for(device)
         comm = longspan.from_exchange(group.rank(), group.size(),
                                       exchange_over(group, wait, "meeting of the ranks"), device,

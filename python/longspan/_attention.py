@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import namedtuple
 
 from . import _core
@@ -89,6 +90,14 @@ def _rotary_dim(q, rotary_cos, rope_theta, rope_scale):
     return shape[-1]
 
 
+def _is_recorded(q, k, v, *terms) -> bool:
+    """Whether torch's autograd records a call with these arrays."""
+    if not any(getattr(array, "requires_grad", False) is True for array in (q, k, v, *terms)):
+        return False
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.is_grad_enabled() and all(isinstance(array, torch.Tensor) for array in (q, k, v))
+
+
 def attend(
     q: Array,
     k: Array,
@@ -144,7 +153,8 @@ def attend(
 ) -> Any:
     """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
 
-    Names are flash-attention's where the meaning is the same. Arrays are of any kind (NumPy, also
+    On CPUs PyTorch's autograd differentiates it with respect to q, k, v, sinks and alibi_slopes; the
+    backward is collective, as the call is. Names are flash-attention's where the meaning is the same. Arrays are of any kind (NumPy, also
     with the types of ml_dtypes; PyTorch; JAX; CuPy; any with __dlpack__). They are read in place,
     and results are of the kind of `q`. Small arrays, such as lengths, may be lists on CPUs. The
     first call with such options makes a layer, which is collective, and keeps it. Later calls
@@ -239,7 +249,9 @@ def attend(
     Raises:
         InputError: arrays that do not fit; the message names the argument.
         UsageError: options that make no sense, or that differ between ranks.
-        UnsupportedError: what this build, device or strategy lacks; a derivative.
+        UnsupportedError: what this build, device or strategy lacks; derivatives of a call with other
+            arguments than causal, causal_alignment, softmax_scale, window_size, softcap, alibi_slopes, sinks,
+            documents, cache_leftpad, keys, queries, total_keys, total_queries, invariant, strategy and return_lse.
         RankError: a rank that died or did not come, with .rank and .step.
         TypeError: an argument of the wrong Python type.
 
@@ -252,6 +264,11 @@ def attend(
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
+    if _is_recorded(q, k, v, sinks, alibi_slopes):
+        arguments = locals()
+        from .torch._train import attend_tensors
+
+        return attend_tensors(**arguments)
     if comm is ALONE:
         comm, whole_keys, whole_queries, message = None, None, None, None
     else:

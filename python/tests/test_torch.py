@@ -6,6 +6,7 @@ import pickle
 import pytest
 
 import longspan
+from device import DEVICE
 from oracle import assert_close, assert_lse_close, attention
 
 torch = pytest.importorskip("torch")
@@ -43,14 +44,18 @@ def test_fp8_and_small_arrays():
     assert_close(out.float(), right, "bfloat16")
 
 
-def test_requires_grad_is_refused():
+def test_requires_grad():
     q = torch.randn(3, 2, 16, requires_grad=True)
-    with pytest.raises(longspan.UnsupportedError, match="q requires grad"):
-        longspan.attend(q, q.detach(), q.detach())
     with torch.no_grad():
         assert not longspan.attend(q, q, q).requires_grad
     with pytest.raises(longspan.UnsupportedError, match="out requires grad"):
         longspan.attend(q.detach(), q.detach(), q.detach(), out=q)
+    layer = longspan.Attention(heads=2, head_dim=16, dtype="float32", max_queries=3)
+    with pytest.raises(longspan.UnsupportedError, match="q requires grad"):
+        layer(q, q.detach(), q.detach())
+    if DEVICE != "cpu":
+        with pytest.raises(longspan.UnsupportedError, match="computed on CPUs only"):
+            longspan.attend(q.to(DEVICE), q.to(DEVICE), q.to(DEVICE))
 
 
 @pytest.mark.parametrize("make, error, says", [

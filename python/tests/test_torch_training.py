@@ -114,6 +114,35 @@ def test_sinks_and_slopes_learn():
         torch.testing.assert_close(term.grad.double(), own.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_attend(batch):
+    """longspan.attend of tensors that require grad, in its own layout."""
+    q, k, v = (torch.randn(*batch, 12, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    slopes = [0.5, 0.25, 0.0, 1.0]
+    out, lse = longspan.attend(q, k, v, causal=True, window_size=(5, -1), alibi_slopes=slopes, return_lse=True)
+    assert lse.shape == (*batch, 12, 4) and lse.requires_grad
+    whole = [(t if batch else t[None]).transpose(1, 2) for t in (q, k, v)]
+    right = reference(*whole, is_causal=True, window_size=(5, -1), alibi_slopes=torch.tensor(slopes)).transpose(1, 2)
+    right = right if batch else right[0]
+    torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+    dout = torch.randn_like(out)
+    for found, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(right, (q, k, v), dout)):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_attend_refuses_what_has_no_gradient():
+    q = torch.randn(9, 2, 16, requires_grad=True)
+    for name, value in (("out", torch.empty(9, 2, 16)), ("cache_seqlens", [9]), ("cu_seqlens_q", [0, 9]), ("exchange", "gather"),
+                        ("results", "heads"), ("rope_theta", 1e4), ("seqused_q", torch.tensor([9]))):
+        with pytest.raises(longspan.UnsupportedError, match=name):
+            longspan.attend(q, q, q, **{name: value})
+    with pytest.raises(longspan.UnsupportedError, match="causal"):
+        longspan.attend(q, q, q, causal=[True])
+    part = longspan.shard(torch.randn(9, 2, 16), rank=0, ranks=2).requires_grad_()
+    with pytest.raises(longspan.InputError, match="comm is"):
+        longspan.attend(part, part, part)
+
+
 def test_only_what_is_asked_for():
     q, k, v = (torch.randn(1, 2, 9, 16) for _ in range(3))
     k.requires_grad_()
@@ -208,6 +237,11 @@ def test_refusals():
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", "interleaved:7"])
 def test_ranks(torch_ranks, ranks, layout):
     torch_ranks.values(ranks, jobs.gradients_of_a_call, layout)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_attend_on_ranks(torch_ranks, ranks):
+    torch_ranks.values(ranks, jobs.gradients_of_attend)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

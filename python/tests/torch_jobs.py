@@ -156,6 +156,25 @@ def gradients_of_a_call(group, layout):
                 torch.testing.assert_close(one.double(), own(wanted), rtol=bound, atol=bound)
 
 
+def gradients_of_attend(group):
+    """longspan.attend: contiguous parts of any lengths, and zigzag ones."""
+    comm, dout = lt.communicator(group), randn(9, 61, 4, 16)
+    whole = [t[0].transpose(0, 1).requires_grad_() for t in inputs(7, 1, 4, 2, 61, 61, 16)]
+    out = sdpa_before(*(t.transpose(0, 1) for t in whole), is_causal=True, enable_gqa=True).transpose(0, 1)
+    right = torch.autograd.grad((out * dout).sum(), whole)
+    cut = [0, *sorted([5, 50, 33][:group.size() - 1]), 61]
+    for layout in ("contiguous", "zigzag"):
+        def own(t):
+            if layout == "contiguous":
+                return t[cut[group.rank()]:cut[group.rank() + 1]]
+            return longspan.shard(t, layout, comm=comm)
+
+        parts = [own(t.detach()).clone().requires_grad_() for t in whole]
+        found = longspan.attend(*parts, comm=comm, causal=True, keys=layout, queries=layout)
+        for one, wanted in zip(torch.autograd.grad((found * own(dout)).sum(), parts), right):
+            torch.testing.assert_close(one, own(wanted), rtol=2e-5, atol=2e-5)
+
+
 def gradients_of_replicated_rows(group):
     """Every rank has all rows and the same loss."""
     q, k, v = (t.requires_grad_() for t in inputs(7, 1, 4, 2, 9, 61, 16))

@@ -19,7 +19,13 @@ from ._layouts import layout_text, shard_of
 
 
 class ShardedBatch(NamedTuple):
-    """A rank's part of a batch; shard_batch makes it."""
+    """A rank's part of a batch; shard_batch makes it.
+
+    >>> import torch, longspan.torch
+    >>> batch = longspan.torch.shard_batch(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7]]))
+    >>> batch.labels, int(batch.valid_tokens)
+    (tensor([[   6,    7, -100]]), 2)
+    """
 
     input_ids: Tensor  # [batch, own tokens]
     labels: Tensor | None  # [batch, own tokens]: the token that follows; ignore_index where none is learned

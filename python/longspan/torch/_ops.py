@@ -81,6 +81,8 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             block_table=None, cache_batch_idx=None, strategy="auto", return_lse=False, out=None, k_new=None,
             v_new=None, **options):
     """The common part of operators that attend; see longspan.attend. `options` are passed to it unchanged."""
+    if torch.is_grad_enabled():
+        _refuse_grad(q=q, k=k, v=v, k_new=k_new, v_new=v_new, out=out, **options)
     world = known(comm)
     for name in _SMALL:
         if name in options and isinstance(options[name], Tensor):
@@ -124,6 +126,14 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
     if strategy == "gather-kv":
         options["max_seqlen_k"] = _rounded(of_keys.total)
     return longspan.attend(q, k, v, **options | _tables_of_all(of_keys, q))
+
+
+def _refuse_grad(**tensors):
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise UnsupportedError(f"{name} requires grad, and this operator has no backward: call longspan.attend or "
+                                   "longspan.torch.scaled_dot_product_attention, or this under torch.no_grad(), or with "
+                                   f"{name}.detach()")
 
 
 def _tables_of_all(of_keys, q) -> dict:

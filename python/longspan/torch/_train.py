@@ -9,14 +9,19 @@ the communicator keeps. Both operators are collective.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 
 import longspan
 from longspan import UnsupportedError
+from longspan._attention import ALONE
+from longspan._communicators import warn_of_others
+from longspan._shards import contradiction, refuse
 
-from ._groups import Known, known
-from ._layouts import Lengths
+from ._groups import Known, alone_name, known, name_of
+from ._layouts import Lengths, layout_text
 from ._ops import _attend, _define, _keys_as_read, _results, _rounded, _shares, library
 
 _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
@@ -27,6 +32,7 @@ _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
 _WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right", "softcap", "keys",
                              "queries", "total_keys", "total_queries", "equal_lengths", "invariant", "strategy"))
 _TERMS = "Tensor? sinks, Tensor? alibi_slopes, Tensor? documents, Tensor? cache_leftpad"
+_OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "cache_leftpad")  # in the order of _TERMS
 _MOST_LAYERS = 16  # of a communicator: as many shapes may take turns
 
 
@@ -40,12 +46,34 @@ def attend_recorded(q: Tensor, k: Tensor, v: Tensor, comm: str, **options) -> tu
     if q.device.type != "cpu":
         raise UnsupportedError(f"query lies on {q.device}, and the call is recorded for a backward: gradients are computed "
                                "on CPUs only. Call it under torch.no_grad(), or give x.detach()")
-    terms = [options.pop(name, None) for name in ("sinks", "alibi_slopes", "documents", "cache_leftpad")]
+    terms = [options.pop(name, None) for name in _OF_ARRAYS]
     for name, given in options.items():
         if name not in _WITH_GRADIENTS:
             raise UnsupportedError(f"{name} is given, and the call is recorded for a backward, in which it is not supported: "
                                    "leave it out, or call it under torch.no_grad()")
     return torch.ops.longspan.attend_train.default(q, k, v, *terms, comm, **options)
+
+
+_DEFAULTS = {name: p.default for name, p in inspect.signature(longspan.attend).parameters.items()}
+
+
+def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, keys, queries, window_size, causal, return_lse: bool, **others):
+    """longspan.attend of tensors that require grad."""
+    name = alone_name(q.device.type) if comm in (None, ALONE) else name_of(comm, None, q.device.type)
+    if comm is None:
+        warn_of_others("attend")
+    refuse(contradiction(q, k, v, comm=known(name).comm, keys=keys, queries=queries, total_keys=others["total_keys"],
+                         total_queries=others["total_queries"])[2])
+    if not isinstance(causal, bool):
+        raise UnsupportedError("causal has a flag for each sequence, and the call is recorded for a backward, in which that is "
+                               "not supported: give True or False, or call it under torch.no_grad()")
+    given = {one: value for one, value in others.items() if isinstance(value, Tensor) or value != _DEFAULTS[one]}
+    given |= {one: torch.as_tensor(given[one]) for one in _OF_ARRAYS if one in given}
+    given |= dict(causal=causal, keys=layout_text(keys, "keys"), window_left=window_size[0], window_right=window_size[1])
+    if queries is not None:
+        given["queries"] = layout_text(queries, "queries")
+    out, lse = attend_recorded(q, k, v, name, **given)
+    return (out, lse) if return_lse else out
 
 
 def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, comm, **options):

@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = pathlib.Path(longspan.__file__).parent
 
 
-PEERS = ["longspan.flashinfer", "longspan.sglang", "longspan.vllm"]  # with the names of other projects
+PEERS = ["longspan.flash_attn", "longspan.flashinfer", "longspan.sglang", "longspan.vllm"]  # with the names of other projects
 
 
 def documented():

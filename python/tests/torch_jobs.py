@@ -661,3 +661,27 @@ def die_in_unshard(group, who):
         lt.context_parallel_unshard(group, [part], [0], load_balancer="contiguous")
         return "nothing happened"
     return "RankError"
+
+
+def ring_flash_attention(group):
+    """Outputs, lse and gradients of each layout, which are those of the whole."""
+    from longspan import ring_flash_attn as ring
+
+    whole = randn(3, 2, 60, 3, 4, 16).requires_grad_()
+    dout = randn(4, 2, 60, 4, 16)
+    right = sdpa_before(*whole.permute(2, 0, 3, 1, 4), is_causal=True).transpose(1, 2)
+    wanted_grad, = torch.autograd.grad(right, whole, dout)
+    for name, layout in (("ring", "contiguous"), ("zigzag_ring", "zigzag"), ("stripe", "striped")):
+        def own(t):
+            if layout == "contiguous":  # equal parts, as there
+                return t.chunk(group.size(), 1)[group.rank()]
+            return longspan.shard(t, layout, rank=group.rank(), ranks=group.size(), dim=1)
+
+        qkv = own(whole.detach()).contiguous().requires_grad_()
+        for found in (getattr(ring, f"{name}_flash_attn_qkvpacked_func")(qkv, causal=True, group=group),
+                      getattr(ring, f"{name}_flash_attn_kvpacked_func")(qkv[:, :, 0], qkv[:, :, 1:], causal=True, group=group),
+                      getattr(ring, f"{name}_flash_attn_func")(*qkv.unbind(2), causal=True, group=group,
+                                                               return_attn_probs=True)[0]):
+            torch.testing.assert_close(found, own(right.detach()), rtol=2e-5, atol=2e-5)
+            grad, = torch.autograd.grad(found, qkv, own(dout))
+            torch.testing.assert_close(grad, own(wanted_grad), rtol=5e-5, atol=5e-5)

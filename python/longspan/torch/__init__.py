@@ -16,6 +16,7 @@ from ._attention import ContextParallelAttention, scaled_dot_product_attention
 from ._batch import ShardedBatch, shard_batch
 from ._context import context_parallel, context_parallel_unshard, set_rotate_method
 from ._groups import communicator
+from ._varlen import varlen_attn
 
 __all__ = ["ContextParallelAttention", "ShardedBatch", "communicator", "context_parallel", "context_parallel_unshard",
-           "scaled_dot_product_attention", "set_rotate_method", "shard_batch"]
+           "scaled_dot_product_attention", "set_rotate_method", "shard_batch", "varlen_attn"]

@@ -5,6 +5,7 @@
 
 Both sides use the same number of threads and are measured in turns, round after round. A side's figure is
 its best forward plus its best backward of all rounds, so that other work on the machine matters little.
+In bf16 both may use the CPU's own products, for which longspan has the option `--bf16-products`.
 The step counts 14 heads tokens^2 dim operations (4 of forward, 10 of backward), half of them when causal.
 `longspan bench scale --phases train` measures two ranks of one thread beside one rank of one thread with all
 the work: the efficiency, the bytes that a rank receives, and the memory that it takes, beside the formula:
@@ -39,7 +40,7 @@ def options(case, turns):
     words = [f"--{name.replace('_', '-')}={case[name]}"
              for name in ("heads", "kv_heads", "dim", "dtype", "tokens", "threads")]
     return words + [f"--kv={case['tokens']}", f"--iterations={turns}", "--check=off", "--backward", "--backend=host"] + (
-        ["--causal"] if case["causal"] else [])
+        ["--causal"] if case["causal"] else []) + (["--bf16-products"] if case["dtype"] == "bf16" else [])
 
 
 def best(forward, backward):

@@ -175,8 +175,9 @@ class Backend : public AttentionKernels,
 std::unique_ptr<Backend> host_backend(int threads = 0);
 
 /// How the host makes products of bf16 on this machine if DTypes::bf16_products allows it: "by
-/// AMX", or "in fp32" if the CPU has no instructions for them. The bits of the two differ.
-const char* host_bf16_products();
+/// AMX", or "in fp32" if the CPU has no instructions for them; and then, if asked for, how it makes
+/// those of gradients. The bits differ.
+std::string host_bf16_products(bool with_gradients);
 
 /// The kernels of the current GPU. Throws Unsupported in a build without CUDA.
 std::unique_ptr<Backend> cuda_backend();

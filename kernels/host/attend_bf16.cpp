@@ -464,10 +464,10 @@ namespace {
 /// them: Linux enables the register state on request.
 bool has_amx() {
 #if LONGSPAN_COMPILES_AMX && (HWY_TARGETS & (HWY_AVX3 | HWY_AVX3_DL))
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAvx512Bf16 = 1u << 5;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & kAvx512Bf16)) return false;
+  if (!has_avx512_bf16()) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
@@ -476,6 +476,16 @@ bool has_amx() {
 }
 
 }  // namespace
+
+bool has_avx512_bf16() {
+#if LONGSPAN_COMPILES_AMX && (HWY_TARGETS & (HWY_AVX3 | HWY_AVX3_DL))
+  constexpr unsigned kAvx512Bf16 = 1u << 5;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvx512Bf16) != 0;
+#else
+  return false;
+#endif
+}
 
 bool has_bf16_products() {
   static const bool has = has_amx();

@@ -9,6 +9,7 @@
 
 #include "kernels/features.hpp"
 #include "kernels/host/bf16_tile.hpp"
+#include "kernels/host/gradient_tile.hpp"
 #include "kernels/host/host.hpp"
 #include "longspan/error.hpp"
 #include "src/base/cores.hpp"
@@ -148,7 +149,12 @@ class HostBackend final : public Backend {
 
 }  // namespace
 
-const char* host_bf16_products() { return host::has_bf16_products() ? "by AMX" : "in fp32"; }
+std::string host_bf16_products(bool with_gradients) {
+  std::string how = host::has_bf16_products() ? "by AMX" : "in fp32";
+  if (with_gradients)
+    how += host::has_bf16_gradients() ? ", of gradients by AVX-512 BF16" : ", of gradients in fp32";
+  return how;
+}
 
 std::unique_ptr<Backend> host_backend(int threads) {
   if (threads <= 0) threads = Env::read().threads;

@@ -9,19 +9,23 @@
 
 #include "kernels/host/tile.hpp"
 
-// Whether the compiler has the instructions.
+// Whether the compiler has the instructions: those of AMX, and AVX-512 BF16 (gradient_tile.hpp).
 #if defined(__x86_64__) && defined(__linux__) && \
     ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11))
 #define LONGSPAN_COMPILES_AMX 1
 #else
 #define LONGSPAN_COMPILES_AMX 0
 #endif
+#define LONGSPAN_COMPILES_AVX512_BF16 LONGSPAN_COMPILES_AMX  // compilers had it earlier
 
 namespace longspan::kernels::host {
 
 inline constexpr int kBf16Rows = 512;      // most rows of a tile
 inline constexpr int kBf16BlockRows = 32;  // rows that are computed together
 inline constexpr int kBf16Queries = 9;     // a sequence with fewer keeps the products of fp32
+
+/// Whether the CPU has AVX-512 BF16: conversions to bf16, and products of pairs.
+bool has_avx512_bf16();
 
 /// Whether this machine has the products, the kernels are built for them, and the system allows it.
 bool has_bf16_products();

@@ -3,6 +3,8 @@
 //     S = Q K^T,  P = exp2(S - lse),  dP = dO V^T,  dX = scale P (dP - D)
 //     dV += P^T dO,  dK += dX^T Q,  dQ += dX K
 //
+// The products are those of fp32, or of bf16 (gradient_bf16-inl.hpp).
+//
 // A weight is selected, never multiplied: a key that a row does not see gives exactly nothing,
 // whatever the tensors hold there.
 #include "kernels/host/gradient_tile.hpp"
@@ -17,6 +19,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/host/bias-inl.hpp"
+#include "kernels/host/gradient_bf16-inl.hpp"
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/multiply-inl.hpp"
 #include "kernels/host/pack-inl.hpp"
@@ -90,18 +93,74 @@ HWY_NOINLINE inline void add_seen_product(Left a, Matrix b, int depth, float* c,
   }
 }
 
+/// The products of a tile and a segment in fp32.
+class Fp32Products {
+ public:
+  Fp32Products(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
+               const PackedKeyRows& keys, const GradientSpace& space)
+      : p_(p),
+        rows_(rows),
+        keys_(keys),
+        space_(space),
+        tile_rows_(tile.rows),
+        columns_(GradientSums::padded(p.head_dim)),
+        value_columns_(GradientSums::padded(p.value_dim)) {}
+
+  /// S, and then P, of a row; and dP, and then dX.
+  float* scores(int r) const { return space_.weights + r * kSegment; }
+  float* dx(int r) const { return space_.dx + r * kSegment; }
+
+  /// S and dP of some rows, and keys of a panel.
+  void multiply_rows(int first, int rows, int panel, int begin, int columns) const {
+    multiply({space_.q + first * columns_, columns_},
+             {space_.keys + panel * p_.head_dim + begin - panel, kPanel}, p_.head_dim,
+             scores(first) + begin, kSegment, rows, columns);
+    multiply({space_.dout + first * value_columns_, value_columns_},
+             {space_.values + panel * p_.value_dim + begin - panel, kPanel}, p_.value_dim,
+             dx(first) + begin, kSegment, rows, columns);
+  }
+  /// After the weights of some rows are there for keys `any`.
+  void keep_weights(int, int, Range) const {}
+  void add_to_dq(int first, int rows, Range keys, float* dq) const {
+    add(keys_.finite, {dx(first) + keys.begin, kSegment, 1},
+        {space_.key_rows + keys.begin * columns_, columns_}, keys.end - keys.begin, dq, rows,
+        columns_);
+  }
+  void add_to_keys(Range any, float* dk, float* dv) const {
+    const int count = any.end - any.begin;
+    add(rows_.finite, {scores(0) + any.begin, 1, kSegment}, {space_.dout, value_columns_},
+        tile_rows_, dv + any.begin * value_columns_, count, value_columns_);
+    add(rows_.finite, {dx(0) + any.begin, 1, kSegment}, {space_.q, columns_}, tile_rows_,
+        dk + any.begin * columns_, count, columns_);
+  }
+
+ private:
+  static void add(bool finite, Left a, Matrix b, int depth, float* c, int rows, int columns) {
+    if (finite)
+      add_product(a, b, depth, c, columns, rows, columns);
+    else
+      add_seen_product(a, b, depth, c, columns, rows, columns);
+  }
+
+  const GradientParams& p_;
+  const PackedQueryRows& rows_;
+  const PackedKeyRows& keys_;
+  const GradientSpace& space_;
+  const int tile_rows_, columns_, value_columns_;
+};
+
+template <class Products>
 class TileGradient {
  public:
   TileGradient(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
                const PackedKeyRows& keys, const GradientSpace& space)
       : p_(p),
         tile_(tile),
-        rows_(rows),
         keys_(keys),
         space_(space),
         visible_(p, tile),
-        head_columns_(GradientSums::padded(p.head_dim)),
-        value_columns_(GradientSums::padded(p.value_dim)) {}
+        products_(p, tile, rows, keys, space),
+        head_columns_(GradientSums::padded(p.head_dim)) {}
 
   void operator()(const TileSums& sums) {
     const Range any = aligned(visible_.keys(keys_.segment, 0, tile_.rows - 1));
@@ -119,30 +178,17 @@ class TileGradient {
           if (sums.slopes != nullptr) sums.slopes[r] += bias.slope_gradient(r, keys, ds_);
           if (sums.qq != nullptr) bias.add_qq_gradient(r, keys, ds_, sums.qq, p_.biases.qq_stride);
         }
-        fill_around(space_.weights + r * kSegment, keys, any);
-        fill_around(space_.dx + r * kSegment, keys, any);
+        fill_around(products_.scores(r), keys, any);
+        fill_around(products_.dx(r), keys, any);
       }
+      products_.keep_weights(first, rows, any);
       if (sums.dq == nullptr || keys.begin == keys.end) continue;
-      add(keys_.finite, {space_.dx + first * kSegment + keys.begin, kSegment, 1},
-          {space_.key_rows + keys.begin * head_columns_, head_columns_}, keys.end - keys.begin,
-          sums.dq + first * head_columns_, rows, head_columns_);
+      products_.add_to_dq(first, rows, keys, sums.dq + first * head_columns_);
     }
-    if (sums.dk == nullptr) return;
-    const int count = any.end - any.begin;
-    add(rows_.finite, {space_.weights + any.begin, 1, kSegment}, {space_.dout, value_columns_},
-        tile_.rows, sums.dv + any.begin * value_columns_, count, value_columns_);
-    add(rows_.finite, {space_.dx + any.begin, 1, kSegment}, {space_.q, head_columns_}, tile_.rows,
-        sums.dk + any.begin * head_columns_, count, head_columns_);
+    if (sums.dk != nullptr) products_.add_to_keys(any, sums.dk, sums.dv);
   }
 
  private:
-  static void add(bool finite, Left a, Matrix b, int depth, float* c, int rows, int columns) {
-    if (finite)
-      add_product(a, b, depth, c, columns, rows, columns);
-    else
-      add_seen_product(a, b, depth, c, columns, rows, columns);
-  }
-
   /// Zeros in `all`, except for `keys`.
   static void fill_around(float* row, Range keys, Range all) {
     if (keys.begin == keys.end) {
@@ -158,12 +204,7 @@ class TileGradient {
     for (int panel = 0; panel < kSegment; panel += kPanel) {
       const int begin = std::max(keys.begin, panel), end = std::min(keys.end, panel + kPanel);
       if (begin >= end) continue;
-      multiply({space_.q + first * head_columns_, head_columns_},
-               {space_.keys + panel * p_.head_dim + begin - panel, kPanel}, p_.head_dim,
-               space_.weights + first * kSegment + begin, kSegment, rows, end - begin);
-      multiply({space_.dout + first * value_columns_, value_columns_},
-               {space_.values + panel * p_.value_dim + begin - panel, kPanel}, p_.value_dim,
-               space_.dx + first * kSegment + begin, kSegment, rows, end - begin);
+      products_.multiply_rows(first, rows, panel, begin, end - begin);
     }
   }
 
@@ -174,8 +215,8 @@ class TileGradient {
     const std::int64_t row = tile_.first + r;
     const RowTerm term = p_.terms[(tile_.sequence.first_row + row / group) * p_.heads +
                                   tile_.kv_head * group + row % group];
-    float* const s = space_.weights + r * kSegment;
-    float* const ds = space_.dx + r * kSegment;
+    float* const s = products_.scores(r);
+    float* const ds = products_.dx(r);
     float* const slope = space_.slope + r * kSegment;
     const bool capped = p_.score.softcap != 0.0f;
     float factor = p_.score.scale * kLog2E;
@@ -218,18 +259,23 @@ class TileGradient {
 
   const GradientParams& p_;
   const Tile& tile_;
-  const PackedQueryRows& rows_;
   const PackedKeyRows& keys_;
   const GradientSpace& space_;
   const VisibleRows<kGradientRows> visible_;
-  const int head_columns_, value_columns_;
+  const Products products_;
+  const int head_columns_;
   HWY_ALIGN float ds_[kSegment];  // of one row
 };
 
 void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
                    const PackedKeyRows& keys, const GradientSpace& space, const TileSums& sums) {
-  TileGradient(p, tile, rows, keys, space)(sums);
+#if LONGSPAN_HOST_BF16_DOT
+  if (by_bf16(p)) return TileGradient<Bf16Products>(p, tile, rows, keys, space)(sums);
+#endif
+  TileGradient<Fp32Products>(p, tile, rows, keys, space)(sums);
 }
+
+bool compiles_bf16_gradients() { return LONGSPAN_HOST_BF16_DOT != 0; }
 
 /// Widens a row, and pads it to `columns` with zeros. Returns whether all of it is finite.
 template <class T>
@@ -245,6 +291,9 @@ void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
   KeyRows rows;
   rows.clear();
   rows.find(p, s, kv_head, segment.first, 0, segment.keys);
+#if LONGSPAN_HOST_BF16_DOT
+  if (by_bf16(p)) return pack_gradient_keys_bf16(p, rows, space, packed);
+#endif
   const Range all = aligned({0, segment.keys});
   const int columns = GradientSums::padded(p.head_dim);
   with_type(p.kv_dtype, [&]<class T>(const T*) {
@@ -264,23 +313,19 @@ void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
 void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
                         PackedQueryRows& packed) {
   packed.finite = true;
-  const int group = p.heads / p.kv_heads;
+#if LONGSPAN_HOST_BF16_DOT
+  if (by_bf16(p)) return pack_gradient_rows_bf16(p, tile, space, packed);
+#endif
   const int columns = GradientSums::padded(p.head_dim);
   const int value_columns = GradientSums::padded(p.value_dim);
-  const auto each = [&](auto&& visit) {
-    for (int r = 0; r < tile.rows; ++r) {
-      const std::int64_t row = tile.first + r;
-      visit(r, tile.sequence.first_row + row / group, tile.kv_head * group + row % group);
-    }
-  };
   with_type(p.q_dtype, [&]<class T>(const T*) {
-    each([&](int r, std::int64_t token, std::int64_t head) {
+    for_each_row(p, tile, [&](int r, std::int64_t token, std::int64_t head) {
       packed.finite &=
           widen_padded(p.q.at<T>(token, head), p.head_dim, columns, space.q + r * columns);
     });
   });
   with_type(p.dout_dtype, [&]<class T>(const T*) {
-    each([&](int r, std::int64_t token, std::int64_t head) {
+    for_each_row(p, tile, [&](int r, std::int64_t token, std::int64_t head) {
       packed.finite &= widen_padded(p.dout.at<T>(token, head), p.value_dim, value_columns,
                                     space.dout + r * value_columns);
     });
@@ -378,6 +423,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace longspan::kernels::host {
 
+HWY_EXPORT(compiles_bf16_gradients);
 HWY_EXPORT(gradient_tile);
 HWY_EXPORT(pack_gradient_keys);
 HWY_EXPORT(pack_gradient_rows);
@@ -385,6 +431,15 @@ HWY_EXPORT(add_sums);
 HWY_EXPORT(widen_gradients);
 HWY_EXPORT(row_terms);
 HWY_EXPORT(store_gradients);
+
+bool has_bf16_gradients() {
+  static const bool has = has_avx512_bf16();
+  return has && HWY_DYNAMIC_DISPATCH(compiles_bf16_gradients)();
+}
+bool by_bf16(const GradientParams& p) {
+  return p.bf16_products && p.q_dtype == DType::bf16 && p.kv_dtype == DType::bf16 &&
+         p.dout_dtype == DType::bf16 && has_bf16_gradients();
+}
 
 void gradient_tile(const GradientParams& p, const Tile& tile, const PackedQueryRows& rows,
                    const PackedKeyRows& keys, const GradientSpace& space, const TileSums& sums) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/gradient_params.hpp"
 #include "kernels/host/tile.hpp"
@@ -52,6 +53,51 @@ struct GradientSpace {
   }
 };
 
+/// The same memory, used by products of bf16. A pair holds two neighbours of a product's depth.
+struct Bf16Operands {
+  using Element = std::uint16_t;
+  using Pair = std::uint32_t;
+
+  Pair* keys = nullptr;           // [2, head_dim / 2, 64] transposed
+  Pair* values = nullptr;         // [2, value_dim / 2, 64] transposed
+  Element* value_rows = nullptr;  // [128, value_dim] while they are packed
+  Pair* key_pairs = nullptr;      // [64, head_dim] of two keys each
+  Element* key_rows = nullptr;    // [128, head_dim] while they are packed
+  Element* q = nullptr;           // [rows, head_dim]
+  Pair* q_pairs = nullptr;        // [rows / 2, head_dim] of two rows each
+  Element* dout = nullptr;        // [rows, value_dim]
+  Pair* dout_pairs = nullptr;     // [rows / 2, value_dim]
+  float* scores = nullptr;        // [6, 128] of one block of rows
+  float* dx = nullptr;            // [6, 128]
+  Pair* p_pairs = nullptr;        // [rows / 2, 128] the weights of two rows each
+  Element* dx_rows = nullptr;     // [rows, 128]
+  Pair* dx_pairs = nullptr;       // [rows / 2, 128]
+
+  Bf16Operands(const GradientSpace& space, const Geometry& g)
+      : scores(space.weights), dx(scores + kBlockRows * kSegment) {
+    const int d = GradientSums::padded(g.head_dim), of_v = GradientSums::padded(g.value_dim);
+    const auto halves = [](float* memory, int rows, int columns, auto*& first, auto*& second) {
+      first = reinterpret_cast<std::remove_reference_t<decltype(first)>>(memory);
+      second =
+          reinterpret_cast<std::remove_reference_t<decltype(second)>>(memory + rows / 2 * columns);
+    };
+    Element* none = nullptr;
+    halves(space.keys, kSegment, d, keys, none);
+    halves(space.values, kSegment, of_v, values, value_rows);
+    halves(space.key_rows, kSegment, d, key_pairs, key_rows);
+    halves(space.q, kGradientRows, d, q, q_pairs);
+    halves(space.dout, kGradientRows, of_v, dout, dout_pairs);
+    halves(space.dx, kGradientRows, kSegment, dx_rows, dx_pairs);
+    p_pairs = reinterpret_cast<Pair*>(dx + kBlockRows * kSegment);
+  }
+};
+
+/// Whether the CPU has AVX-512 BF16, and the kernels are built for it.
+bool has_bf16_gradients();
+/// Whether it makes the products of these gradients (DTypes::bf16_products). dX and the weights are
+/// rounded to bf16 before they are multiplied; sums are fp32.
+bool by_bf16(const GradientParams& p);
+
 /// A segment's keys and values, packed.
 struct PackedKeyRows {
   Segment segment;
@@ -68,6 +114,16 @@ void pack_gradient_keys(const GradientParams& p, const Sequence& s, int kv_head,
                         const Segment& segment, const GradientSpace& space, PackedKeyRows& packed);
 void pack_gradient_rows(const GradientParams& p, const Tile& tile, const GradientSpace& space,
                         PackedQueryRows& packed);
+
+/// Calls visit(row of the tile, token, head) for its rows.
+template <class Visit>
+void for_each_row(const Geometry& p, const Tile& tile, Visit&& visit) {
+  const int group = p.heads / p.kv_heads;
+  for (int r = 0; r < tile.rows; ++r) {
+    const std::int64_t row = tile.first + r;
+    visit(r, tile.sequence.first_row + row / group, tile.kv_head * group + row % group);
+  }
+}
 
 /// Where the sums of a tile and a segment go; null: not wanted.
 struct TileSums {

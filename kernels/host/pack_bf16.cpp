@@ -10,6 +10,7 @@
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/pack-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
+#include "kernels/host/words-inl.hpp"
 #include "longspan/error.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -20,37 +21,6 @@ namespace HWY_NAMESPACE {
 
 using Element = Bf16Space::Element;
 constexpr int kTile = Bf16Space::kTile;
-
-/// Transposes 16 rows of 16 words.
-HWY_INLINE void transpose_words(__m512i (&r)[16]) {
-  __m512i t[16];
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  HWY_UNROLL(4)
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  // r[4 g + w] has word 4 l + w of rows 4 g ... in 128-bit lane l.
-  HWY_UNROLL(4)
-  for (int w = 0; w < 4; ++w) {
-    const __m512i a = _mm512_shuffle_i32x4(r[w], r[4 + w], 0x88);
-    const __m512i b = _mm512_shuffle_i32x4(r[8 + w], r[12 + w], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(r[w], r[4 + w], 0xdd);
-    const __m512i d = _mm512_shuffle_i32x4(r[8 + w], r[12 + w], 0xdd);
-    t[w] = _mm512_shuffle_i32x4(a, b, 0x88);
-    t[8 + w] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    t[4 + w] = _mm512_shuffle_i32x4(c, d, 0x88);
-    t[12 + w] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-  HWY_UNROLL(16)
-  for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
 
 /// Packs keys of dense bf16 rows, dim a multiple of 32. `keys` is aligned to 16.
 HWY_NOINLINE void pack_bf16_keys(const std::byte* const* rows, Range keys, int dim, Element* to) {

@@ -36,6 +36,11 @@ struct Errors {
   }
 };
 
+/// The type whose ulp bounds gradients: CPUs that make products of bf16 round the weights to it.
+DType type_of_bound(const Problem& p) {
+  return p.options.dtypes.bf16_products ? DType::bf16 : p.gradient_dtype();
+}
+
 /// 1.5 times plain's error, and 2 units in the last place of the largest.
 GradientErrors conclude(const char* name, const Errors& errors, DType dtype) {
   const double ulp = dtype == DType::fp32 ? kUnit : dtype == DType::fp16 ? 0x1p-10 : 0x1p-7;
@@ -150,7 +155,7 @@ GradientErrors judge_rows(const Communicator& world, const Problem& problem, con
     mine.plain = std::max(mine.plain, theirs[0]);
     mine.largest = std::max(mine.largest, theirs[1]);
   }
-  const GradientErrors own = conclude("dq", mine, problem.gradient_dtype());
+  const GradientErrors own = conclude("dq", mine, type_of_bound(problem));
   GradientErrors all{.name = own.name, .plain_error = mine.plain, .largest = mine.largest};
   for (const std::vector<double>& theirs : gather_numbers(
            world,
@@ -366,8 +371,8 @@ void judge_gradients(const Communicator& world, const Problem& problem, const An
                  2 * kUnit * most_terms);
     }
   }
-  judgement.gradients.push_back(conclude("dk", dk, problem.gradient_dtype()));
-  judgement.gradients.push_back(conclude("dv", dv, problem.gradient_dtype()));
+  judgement.gradients.push_back(conclude("dk", dk, type_of_bound(problem)));
+  judgement.gradients.push_back(conclude("dv", dv, type_of_bound(problem)));
   if (!judged.dsinks.empty())
     judgement.gradients.push_back(conclude("dsinks", dsinks, DType::fp32));
   for (const GradientErrors& of : judgement.gradients) judgement.wrong += of.wrong;

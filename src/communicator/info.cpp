@@ -168,10 +168,11 @@ std::vector<KernelInfo> kernel_families() {
 }
 
 Rows system_info() {
-  Rows rows{{"longspan", LONGSPAN_VERSION},
-            {"compiler", __VERSION__},
-            {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())},
-            {"bf16", fmt::format("products {} with bf16_products", kernels::host_bf16_products())}};
+  Rows rows{
+      {"longspan", LONGSPAN_VERSION},
+      {"compiler", __VERSION__},
+      {"host", fmt::format("{}, {} cores", instruction_set(), usable_cores())},
+      {"bf16", fmt::format("with bf16_products: products {}", kernels::host_bf16_products(true))}};
   add_mpi(rows);
   add_gpus(rows);
   rows.emplace_back("constants", constants());

@@ -86,7 +86,7 @@ struct Attention::Impl {
     const DeviceGuard guard(world.gpu());
     const bool on_host = world.device() == Device::host;
     runs.emplace(world, "attention",
-                 describe(options, on_host ? kernels::host_bf16_products() : ""));
+                 describe(options, on_host ? kernels::host_bf16_products(options.gradients) : ""));
     check_options(options, world.size());
     if (options.ranks_per_node == 0) options.ranks_per_node = world.ranks_per_node();
     info = &choose_strategy(world, options);

@@ -28,8 +28,9 @@ struct DTypes {
                                ///< (features.md). Faster, some percent of error; scales must be
                                ///< positive
   bool bf16_products = false;  ///< host: bf16 may be multiplied by the CPU's own instructions
-                               ///< (AMX), with weights rounded to bf16, as GPUs do it. The bits
-                               ///< differ from those of CPUs without AMX (features.md)
+                               ///< (AMX; for gradients AVX-512 BF16), with weights rounded to
+                               ///< bf16, as GPUs do it. The bits differ from those of CPUs without
+                               ///< them (features.md)
 
   /// The type of q, its default resolved.
   DType of_query() const { return query.value_or(compute); }

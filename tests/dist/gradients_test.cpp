@@ -44,10 +44,11 @@ class RankProblem {
     q_ = Array(p.q.dtype, std::max<std::int64_t>(1, rows * row));
     out_ = Array(s.dtype, std::max<std::int64_t>(1, rows * row));
     lse_.assign(rows * s.heads, kNan);
+    dout_ = Array(whole.dout_dtype, rows * row);
     for (std::int64_t t = 0; t < rows; ++t)
       for (std::int64_t i = 0; i < row; ++i) {
         q_.set(t * row + i, static_cast<float>(p.q[rows_[t] * p.q_stride() + i]));
-        dout_.push_back(whole.dout[rows_[t] * row + i]);
+        dout_.set(t * row + i, whole.dout[rows_[t] * row + i]);
       }
     for (const std::int64_t t : rows_)
       for (int h = 0; h < s.heads && !whole.dlse.empty(); ++h)
@@ -66,6 +67,7 @@ class RankProblem {
     const HostShape& s = whole.problem.shape;
     Options o{.heads = s.heads, .kv_heads = s.kv_heads, .head_dim = s.dim};
     o.dtypes.compute = s.dtype;
+    o.dtypes.bf16_products = s.bf16_products;
     o.mask = s.mask;
     o.score.softcap = s.softcap;
     if (s.alibi) o.score.alibi = *s.alibi;
@@ -107,7 +109,7 @@ class RankProblem {
     const std::int64_t rows = std::ssize(rows_), keys = std::ssize(own_keys_);
     GradientArgs g;
     g.run = run_args();
-    g.dout = Tensor(dout_.data(), {rows, s.heads, s.dim});
+    g.dout = Tensor(dout_.data(), dout_.dtype, {rows, s.heads, s.dim});
     if (!whole_.dlse.empty()) g.dlse = Lse::tokens_heads(Tensor(dlse_.data(), {rows, s.heads}));
     g.dk_before_rope = whole_.dk_before_rope;
     g.dq = Tensor(dq_.data(), dq_.dtype, {rows, s.heads, s.dim});
@@ -199,8 +201,8 @@ class RankProblem {
   HostGradients& whole_;
   Shard keys_, queries_;
   std::vector<std::int64_t> rows_, own_keys_;  // of the whole
-  Array q_, out_, dq_, dk_, dv_, dsinks_, dslopes_, dqq_;
-  std::vector<float> lse_, dout_, dlse_;
+  Array q_, out_, dout_, dq_, dk_, dv_, dsinks_, dslopes_, dqq_;
+  std::vector<float> lse_, dlse_;
   Local local_;
 };
 
@@ -672,21 +674,25 @@ TEST(Gradients, RotationsOfRowsThatAreNotUsed) {
                        GradientBounds(whole, rank.results_of_all(world))));
 }
 
+using Shardings = std::vector<std::pair<Sharding, Sharding>>;  // of keys and rows
+
 /// Several ranks and one alone give the same bits, whatever else is in the batch.
-TEST(Gradients, InvariantOnesHaveTheBitsOfOneRank) {
+void expect_bits_of_one_rank(DType dtype, const Shardings& shardings) {
   const Communicator world = test_world(), alone = self();
   const int ranks = world.size();
   if (kVirtualRanks % ranks != 0) GTEST_SKIP() << ranks << " ranks do not divide 64";
   HostShape shape{.heads = 8,
                   .kv_heads = 4,
                   .dim = 10,
+                  .dtype = dtype,
                   .query_len = {1100},
                   .kv_len = {1300},
                   .mask = {.causal = true, .window = 900}};
+  shape.bf16_products = dtype == bf16;
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
-  HostGradients one(shape, seed);
+  HostGradients one(shape, seed, true, dtype);
   shape.query_len.push_back(170), shape.kv_len.push_back(220);
-  HostGradients two(shape, seed);
+  HostGradients two(shape, seed, true, dtype);
   for (HostGradients* problem : {&one, &two})
     for (int h = 0; h < shape.heads; ++h) problem->sinks.push_back(0.25f * static_cast<float>(h));
 
@@ -707,11 +713,7 @@ TEST(Gradients, InvariantOnesHaveTheBitsOfOneRank) {
     return run_and_go_back(on, rank, o);
   };
 
-  const Sharding contiguous{}, by_one{Layout::interleaved, 128}, by_two{Layout::interleaved, 256};
-  for (const auto& [of_keys, of_rows] : {std::pair{contiguous, contiguous},
-                                         {contiguous, by_two},
-                                         {by_one, by_two},
-                                         {by_two, contiguous}}) {
+  for (const auto& [of_keys, of_rows] : shardings) {
     RankProblem all(one, shard(of_keys, alone), shard(of_rows, alone));
     const GradientResult<float> wanted =
         go_back(alone, all, shard(of_keys, alone), shard(of_rows, alone), one, "gather-states", 1);
@@ -736,6 +738,19 @@ TEST(Gradients, InvariantOnesHaveTheBitsOfOneRank) {
                   begins_as(more.dv, part.dv));
     }
   }
+}
+
+TEST(Gradients, InvariantOnesHaveTheBitsOfOneRank) {
+  const Sharding contiguous{}, by_one{Layout::interleaved, 128}, by_two{Layout::interleaved, 256};
+  expect_bits_of_one_rank(
+      fp32,
+      {{contiguous, contiguous}, {contiguous, by_two}, {by_one, by_two}, {by_two, contiguous}});
+}
+
+/// By the CPU's own products of bf16, where it has them.
+TEST(Gradients, InvariantOnesOfBf16HaveTheBitsOfOneRank) {
+  expect_bits_of_one_rank(
+      bf16, {{Sharding{}, Sharding{}}, {{Layout::interleaved, 128}, {Layout::interleaved, 256}}});
 }
 
 TEST(Gradients, WithoutAnOrderAreRefusedForInvariant) {

@@ -34,11 +34,13 @@ struct GradientResult {
 
 class HostGradients {
  public:
-  HostGradients(HostShape shape, std::uint32_t seed, bool with_dlse = true)
-      : problem(std::move(shape), seed) {
+  HostGradients(HostShape shape, std::uint32_t seed, bool with_dlse = true, DType dout_type = fp32)
+      : problem(std::move(shape), seed), dout_dtype(dout_type) {
     const HostShape& s = problem.shape;
     const std::int64_t rows = problem.tokens() * s.heads;
     dout = random_floats(rows * s.dim, seed, 7);
+    if (dout_type != fp32)
+      for (float& x : dout) x = launcher::rounded(dout_type, x);
     if (with_dlse) dlse = random_floats(rows, seed, 8);
   }
 
@@ -83,7 +85,10 @@ class HostGradients {
       Local local = problem.local(shard);
       local.give(p);
       p.invariant = invariant;
-      p.dout = kernels::Rows{dout.data(), row, s.dim};
+      Array given(dout_dtype, std::ssize(dout));
+      for (std::int64_t i = 0; i < std::ssize(dout); ++i) given.set(i, dout[i]);
+      p.dout = kernels::Rows{given.data(), row, s.dim};
+      p.dout_dtype = dout_dtype;
       p.terms = terms.data();
       const std::int64_t keys = local_keys(shard);
       std::vector<float> dk(std::max<std::int64_t>(1, keys) * s.kv_heads * columns, kNan);
@@ -217,6 +222,7 @@ class HostGradients {
 
   HostProblem problem;
   DType out_dtype = fp32;  // of the out that backward is given
+  DType dout_dtype;
   bool dk_before_rope = false;
   std::vector<float> dout;   // [tokens, heads, dim]
   std::vector<float> dlse;   // [tokens, heads]; empty: none

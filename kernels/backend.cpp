@@ -55,6 +55,9 @@ void GradientKernels::add_sums(float*, const float*, std::int64_t, Stream) const
 void GradientKernels::add_sums(double*, const double*, std::int64_t, Stream) const {
   refuse_gradients();
 }
+void GradientKernels::add_to_first_columns(const AddColumnsParams&, Stream) const {
+  refuse_gradients();
+}
 void GradientKernels::turn_back_sums(const TurnBackParams&, Stream) const { refuse_gradients(); }
 void GradientKernels::turn_back_keys(const TurnBackKeysParams&, Stream) const {
   refuse_gradients();

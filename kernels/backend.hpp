@@ -155,6 +155,8 @@ class GradientKernels {
   /// to += from, `count` floats of GradientSums, a multiple of 16.
   virtual void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const;
   virtual void add_sums(double* to, const double* from, std::int64_t count, Stream stream) const;
+  /// Adds the sums of values that are the first columns of their keys to those of the keys.
+  virtual void add_to_first_columns(const AddColumnsParams& params, Stream stream) const;
   /// Makes sums of gradients of rotated rows those of the rows before.
   virtual void turn_back_sums(const TurnBackParams& params, Stream stream) const;
   virtual void turn_back_keys(const TurnBackKeysParams& params, Stream stream) const;

@@ -114,6 +114,14 @@ struct GradientParams : AttendParams {
   BiasSums biases;                              // slopes only with dq
 };
 
+/// Adds sums to the first columns of others, row by row: to[.., c] += from[.., c].
+struct AddColumnsParams {
+  GradientSums to;    // [kv_heads, rows, dim]
+  GradientSums from;  // the same with fewer columns, or as many
+  int kv_heads = 1;
+  DType dtype = DType::fp32;  // of the products; fp64: the sums are fp64
+};
+
 /// Widens the gradients of the results of a batch to fp32, dense.
 struct WidenGradientsParams {
   DType dtype = DType::fp32;  // of dout

@@ -91,6 +91,9 @@ class HostBackend final : public Backend {
   void add_sums(double* to, const double* from, std::int64_t count, Stream) const override {
     host::add_sums(to, from, count, pool_);
   }
+  void add_to_first_columns(const AddColumnsParams& p, Stream) const override {
+    host::add_to_first_columns(p, pool_);
+  }
   void store_gradients(const StoreGradientParams& p, Stream) const override {
     p.dtype == DType::fp64 ? host::store_gradients_fp64(p, pool_) : host::store_gradients(p, pool_);
   }

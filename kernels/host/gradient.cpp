@@ -357,6 +357,20 @@ void add_sums(float* to, const float* from, std::int64_t count, ThreadPool& pool
   });
 }
 
+void add_to_first_columns(const AddColumnsParams& p, ThreadPool& pool) {
+  const auto add = [&](auto* to, const auto* from) {
+    for (int c = 0; c < p.from.dim; ++c) to[c] += from[c];
+  };
+  for (int head = 0; head < p.kv_heads; ++head)
+    pool.run_stretches(p.from.rows, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t row = begin; row < end; ++row)
+        if (p.dtype == DType::fp64)
+          add(p.to.wide_at(head, row), p.from.wide_at(head, row));
+        else
+          add(p.to.at(head, row), p.from.at(head, row));
+    });
+}
+
 void widen_gradients(const WidenGradientsParams& p, ThreadPool& pool) {
   pool.run_stretches(p.tokens,
                      [&](std::int64_t begin, std::int64_t end) { widen_gradients(p, begin, end); });

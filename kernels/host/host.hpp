@@ -35,6 +35,7 @@ void row_terms_fp64(const RowTermParams& params, ThreadPool& pool);
 void store_gradients_fp64(const StoreGradientParams& params, ThreadPool& pool);
 void sink_gradients(const SinkGradientParams& params, ThreadPool& pool);
 void store_gradients(const StoreGradientParams& params, ThreadPool& pool);
+void add_to_first_columns(const AddColumnsParams& params, ThreadPool& pool);
 void turn_back_sums(const TurnBackParams& params, ThreadPool& pool);
 void turn_back_keys(const TurnBackKeysParams& params, ThreadPool& pool);
 void merge(const MergeParams& params, ThreadPool& pool);

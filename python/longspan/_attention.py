@@ -444,6 +444,8 @@ class Attention:
             dlse: the gradient of lse, in its shape, float32.
             dq, dk, dv: arrays in the shapes of q, k and v, in their types or float32; written in
                 place of new ones. Keys past the sequences stay as they are; in new arrays they are 0.
+                Where v is the first columns of k, the same memory, dk is the gradient of both, and
+                there is no dv.
             dsinks: [heads], an array for the gradient of the sinks, over the rows of all ranks; float32,
                 or as the sinks. None leaves it out.
             dalibi_slopes, dqq_bias: the same for the gradients of alibi_slopes and qq_bias, in their
@@ -454,7 +456,7 @@ class Attention:
             causal and the others: as the run had them.
 
         Returns:
-            (dq, dk, dv).
+            (dq, dk, dv); dv is None where v is the first columns of k.
 
         Raises:
             UsageError: the layer was made without gradients, or ranks differ.

@@ -46,11 +46,7 @@ class Gradients {
     dout_.required().floats();
     for (Array& term : terms_)
       if (term) term.writable();
-    for (const Array& array : given_) {
-      array.floats();
-      if (accumulate_ && !array)
-        throw InputError("accumulate adds to what dq, dk and dv hold: give all three");
-    }
+    for (const Array& array : given_) array.floats();
     copies_.take_unless_plain(dout_, "dout");
   }
 
@@ -65,14 +61,20 @@ class Gradients {
   /// The arguments; `call` has what the run had.
   GradientArgs args(const AttendCall& call) {
     const Array* const tensors[] = {&call.q, &call.k, &call.v};
-    for (std::size_t i = 0; i < given_.size(); ++i) made_[i] = gradient_of(given_[i], *tensors[i]);
+    const Tensor &k = call.k.tensor(), &v = call.v.tensor();
+    has_dv_ = given_[2] || k.size() == 0 || !values_in_keys(k, v);
+    for (std::size_t i = 0; i < (has_dv_ ? 3 : 2); ++i) {
+      if (accumulate_ && !given_[i])
+        throw InputError("accumulate adds to what dq, dk and dv hold: give all three");
+      made_[i] = gradient_of(given_[i], *tensors[i]);
+    }
     GradientArgs g;
     g.run = call.args_of_backward();
     g.dout = exchanged(dout_.tensor());
     if (dlse_) g.dlse = Lse::tokens_heads(dlse_.tensor());
     g.dq = exchanged(made_[0].tensor());
     g.dk = made_[1].tensor();
-    g.dv = made_[2].tensor();
+    if (has_dv_) g.dv = made_[2].tensor();
     Tensor* const terms[] = {&g.dsinks, &g.dslopes, &g.dqq_bias};
     for (std::size_t i = 0; i < terms_.size(); ++i)
       if (terms_[i]) *terms[i] = terms_[i].tensor();
@@ -84,9 +86,10 @@ class Gradients {
   bool needs_wait() const {
     return std::any_of(made_.begin(), made_.end(), [](const Result& r) { return r.needs_wait(); });
   }
-  /// (dq, dk, dv) for Python.
+  /// (dq, dk, dv) for Python; dv is None where dk holds it.
   nb::object finish() {
-    return nb::make_tuple(made_[0].finish(), made_[1].finish(), made_[2].finish());
+    return nb::make_tuple(made_[0].finish(), made_[1].finish(),
+                          has_dv_ ? made_[2].finish() : nb::none());
   }
 
  private:
@@ -108,6 +111,7 @@ class Gradients {
   std::array<Array, 3> terms_;
   bool dk_before_rope_;
   bool accumulate_;
+  bool has_dv_ = true;
   DenseCopies copies_;
 };
 

@@ -214,7 +214,7 @@ def test_refusals(rng):
                 dout, q, k, v, out, lse, qq_bias=np.zeros((40, 40), np.float32),
                 dqq_bias=np.empty((40, 40), np.float32))),
             (INPUT, "no RoPE", lambda: layer.backward(dout, q, k, v, out, lse, dk_before_rope=True)),
-            (UNSUPPORTED, "first columns", lambda: layer.backward(dout, q, k, k, out, lse)),
+            (INPUT, "first columns", lambda: layer.backward(dout, q, k, k, out, lse, dv=np.empty_like(k))),
     ]:
         with pytest.raises(error, match=text):
             call()
@@ -223,6 +223,25 @@ def test_refusals(rng):
         forward.backward(dout, q, k, v, out, lse)
     with pytest.raises(USAGE, match="max_seqlen_k"):
         longspan.Attention(heads=4, head_dim=32, gradients=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_in_keys_have_one_gradient(rng, dtype):
+    layer = longspan.Attention(heads=4, kv_heads=2, head_dim=32, value_dim=20, dtype=dtype, causal=True, max_queries=64,
+                               max_seqlen_k=64, gradients=True)
+    q, k, _, dout, _ = (x.astype(dtype) for x in problem(rng))
+    v, dout = k[..., :20], dout[..., :20].copy()
+    out, lse = layer(q, k, v, return_lse=True)
+    found = layer.backward(dout, q, k, v, out, lse)
+    apart = layer.backward(dout, q, k, v.copy(), out, lse)
+    assert found[2] is None
+    assert np.array_equal(found[0], apart[0])
+    wanted = apart[1].copy()
+    wanted[..., :20] += apart[2]
+    assert np.array_equal(found[1], wanted)
+    dq, dk = np.zeros_like(q), np.zeros_like(k)
+    layer.backward(dout, q, k, v, out, lse, dq=dq, dk=dk, accumulate=True)
+    assert np.array_equal(dk, wanted)
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -76,6 +76,17 @@ def test_gradients_are_those_of_torch(name):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("columns", [16, 10])
+def test_keys_and_values_of_one_memory(columns):
+    q, x = wide(2, 4, 20, 16), wide(2, 4, 20, 16)
+    for detached in (False, True):  # then the gradient is that of the values alone
+        found = torch.autograd.grad(
+            lt.scaled_dot_product_attention(q, x.detach() if detached else x, x[..., :columns]).square().sum(), x)
+        wanted = torch.autograd.grad(
+            reference(q, x.detach() if detached else x, x[..., :columns]).square().sum(), x)
+        torch.testing.assert_close(found, wanted)
+
+
 def test_finite_differences():
     """Of out and of lse; rows in the order of torch and of a transpose."""
     q, k, v = wide(1, 2, 5, 4), wide(1, 1, 6, 4), wide(1, 1, 6, 3)

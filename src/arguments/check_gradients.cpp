@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "longspan/attention.hpp"
 #include "longspan/error.hpp"
 #include "src/arguments/validate.hpp"
 
@@ -83,8 +84,6 @@ void refuse_runs_without_gradients(const AttentionArgs& run) {
   if (run.skip_decode) refuse("a run that leaves out sequences (skip_decode)");
   if (run.q_scale || run.k_scale || run.v_scale || run.out_scale)
     refuse("quantised tensors (q_scale, k_scale, v_scale, out_scale)");
-  if (run.k.size() > 0 && values_in_keys(run.k, run.v))  // empty ones may have any address
-    refuse("values that are the first columns of the keys");
 }
 
 }  // namespace
@@ -132,7 +131,15 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   check_written(args.dq, "dq");
   check_apart({&run.q, &args.dout, &args.dq}, {&run.lse, &args.dlse});
   check_key_gradient(args.dk, "dk", run.k, "k", device);
-  check_key_gradient(args.dv, "dv", run.v, "v", device);
+  const bool has_keys = run.k.size() > 0;  // tensors without any may have one address
+  const bool in_keys = has_keys && values_in_keys(run.k, run.v);
+  require(!in_keys || !args.dv,
+          "dv is given, but v is the first columns of k, whose gradient dk holds that of v too: "
+          "leave dv out");
+  if (in_keys && device != Device::host)
+    throw Unsupported(
+        "gradients of values that are the first columns of the keys, on a GPU, are not supported");
+  if (args.dv || (has_keys && !in_keys)) check_key_gradient(args.dv, "dv", run.v, "v", device);
 
   for (const TermGradient& term : {TermGradient{args.dsinks, "dsinks", run.sinks, "sinks"},
                                    {args.dslopes, "dslopes", run.slopes, "slopes"},

@@ -9,6 +9,8 @@
 #include <span>
 #include <tuple>
 
+#include "longspan/attention.hpp"
+
 namespace longspan {
 
 std::string to_string(const ShapeText& shape) {

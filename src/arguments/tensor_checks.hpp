@@ -155,10 +155,6 @@ struct CacheShape {
 /// values of the same form.
 CacheView view_contiguous(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
 
-/// Whether v is the first columns of k, as in a cache of latent keys: the same memory with the same
-/// strides.
-bool values_in_keys(const Tensor& k, const Tensor& v);
-
 /// The scales of the values. If v lies in the memory of k, as in a cache of latent keys, the stored
 /// values have one scale: that of k, which v_scale may repeat, or leave out. InputError for a
 /// different scale: compared by value on the host, by address on a GPU, whose values cannot be read

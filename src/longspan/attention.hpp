@@ -150,7 +150,8 @@ struct GradientArgs {
               ///< fp32
   Tensor dk;  ///< gradient of k, as the run took it (see dk_before_rope): its shape, in its type or
               ///< fp32; keys past the sequences stay untouched
-  Tensor dv;  ///< the same for v
+  Tensor dv;  ///< the same for v. Left out where v is the first columns of k: dk is then the
+              ///< gradient of both, with that of v in its first columns
   Tensor dsinks = {};    ///< gradient of the sinks, [heads], over the rows of all ranks; fp32, or
                          ///< fp16 or bf16 like the sinks; optional, on all ranks or on none
   Tensor dslopes = {};   ///< gradient of the slopes, in their shape, over the rows and keys of all
@@ -162,6 +163,10 @@ struct GradientArgs {
                                 ///< tables must then have the positions of all keys
   bool accumulate = false;      ///< add to what the gradients hold, before the rounding
 };
+
+/// Whether v is the first columns of k, as in a cache of latent keys: the same memory with the same
+/// strides.
+bool values_in_keys(const Tensor& k, const Tensor& v);
 
 /// Milliseconds of the last run's phases on this rank; valid after wait().
 struct Phases {

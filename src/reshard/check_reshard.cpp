@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kernels/digest.hpp"
+#include "longspan/attention.hpp"
 #include "longspan/error.hpp"
 #include "longspan/storage.hpp"
 #include "src/arguments/tensor_checks.hpp"

@@ -123,6 +123,8 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
     q, out, dout, lse = (t.contiguous() for t in (q, out, dout, lse))
     dlse = None if dlse is None else dlse.contiguous()
     k, v = _keys_as_read(k, v)
+    if v.data_ptr() == k.data_ptr():  # autograd wants a gradient of each, even if they share their memory
+        k, v = k.contiguous(), v.clone(memory_format=torch.contiguous_format)
     terms = {name: t.contiguous() for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if t is not None}
     given = dict(dsinks=dsinks if wants_sinks else None, dalibi_slopes=dslopes if wants_slopes else None,
                  accumulate=True, **terms)

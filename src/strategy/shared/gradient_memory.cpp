@@ -184,6 +184,9 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
 
   kernels::GradientParams own;
   give_key_sums(own, own_keys(run), nullptr);
+  if (!args.dv && own.dv.rows > 0)  // values are the first columns of the keys
+    layer_.kernels.add_to_first_columns(
+        {own.dk, own.dv, layer_.bounds.kv_heads, layer_.bounds.dtype}, run.stream);
   const Shard& shard = run.arrays.keys;
   std::int64_t first = 0;  // row of the sums
   for (int b = 0; b < run.arrays.batch; ++b) {
@@ -200,6 +203,7 @@ void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_
                                      .sums = {own.dk.at(0, first), own.dk.rows, own.dk.dim}},
                                     run.stream);
     for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
+      if (!*to) continue;
       const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
       const std::int64_t row_stride = to->stride[apart ? 1 : 0];
       const std::int64_t offset = apart ? b * to->stride[0] : first * row_stride;

@@ -26,7 +26,7 @@ class RingMaker {
     }
     if (!ring_.returns_results) return;
     await_digests();
-    for (int slot = 0; slot < kResultSlots; ++slot) free_result(slot);
+    await_result();
     route_.finish();
   }
 
@@ -115,7 +115,6 @@ class RingMaker {
   }
 
   void visit(int s, int beside, int early) {
-    if (s > 0) free_result(s % kResultSlots);
     route_.steps.push_back({.kind = Step::visit,
                             .guest = s,
                             .slot = s == 0 ? 0 : move(s).slot,
@@ -125,15 +124,16 @@ class RingMaker {
                             .ends = s == last_ && !ring_.returns_results});
   }
 
-  /// Waits until the result of a guest has left its slot.
-  void free_result(int slot) {
-    if (leaving_[slot] > 0) route_.wait(result_move(leaving_[slot]));
-    leaving_[slot] = 0;
+  /// Waits for the last result that was sent, and for the one that came with it.
+  void await_result() {
+    if (leaving_ > 0) route_.wait(result_move(leaving_));
+    leaving_ = 0;
   }
+  /// Results arrive one at a time, so that they need one slot.
   void send_results(int s) {
-    free_result(s % kResultSlots);
+    await_result();
     route_.start(result_move(s));
-    leaving_[s % kResultSlots] = s;
+    leaving_ = s;
   }
 
   static constexpr int kResultSlots = 2;
@@ -145,7 +145,7 @@ class RingMaker {
   int last_ = 0;     // the step of the last guest; 0: there is none
   int started_ = 0;  // the last step whose moves have started
   bool has_compared_ = false;
-  int leaving_[kResultSlots] = {};  // the step whose result leaves from a slot; 0: none
+  int leaving_ = 0;  // the step whose result is on its way; 0: none
 };
 
 }  // namespace

@@ -24,16 +24,17 @@ GradientRing::GradientRing(const LayerContext& layer, const char* blocks)
 double GradientRing::workspace_bytes(const Options& options, int ranks, double guest,
                                      double staying) {
   return kSlots * guest +
-         (options.invariant ? RankParts::workspace_bytes(ranks, guest + staying) : kSlots * guest);
+         (options.invariant ? RankParts::workspace_bytes(ranks, guest + staying) : guest);
 }
 
 void GradientRing::lay_out(Parts& memory, std::int64_t guest, std::int64_t staying) {
   if (ranks() == 1) return;
-  const auto take_slots = [&](std::array<std::byte*, kSlots>& slots) {
-    for (std::byte*& sums : slots) sums = memory.take(static_cast<std::size_t>(guest));
-  };
-  take_slots(leaving_);
-  if (!keeps()) return take_slots(arriving_);
+  const auto take = [&] { return memory.take(static_cast<std::size_t>(guest)); };
+  for (std::byte*& sums : leaving_) sums = take();
+  if (!keeps()) {
+    arriving_ = take();
+    return;
+  }
   returned_.lay_out(memory, guest);
   with_guests_.lay_out(memory, staying);
 }

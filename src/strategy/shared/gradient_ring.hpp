@@ -22,7 +22,7 @@ namespace longspan {
 
 class GradientRing {
  public:
-  static constexpr std::size_t kSlots = 2;  // of guests, and of sums in each direction
+  static constexpr std::size_t kSlots = 2;  // of guests, and of sums that leave
 
   /// `blocks` names in errors what goes round.
   GradientRing(const LayerContext& layer, const char* blocks);
@@ -67,8 +67,7 @@ class GradientRing {
   std::byte* leaving(int slot) const { return leaving_[static_cast<std::size_t>(slot)]; }
   /// Where a move's results arrive.
   std::byte* arriving(const Move& move) const {
-    return keeps() ? returned_.of(rank_at(-move.distance))
-                   : arriving_[static_cast<std::size_t>(move.slot)];
+    return keeps() ? returned_.of(rank_at(-move.distance)) : arriving_;
   }
 
   /// Walks the ring, or with one rank visits its own block and finishes.
@@ -84,8 +83,8 @@ class GradientRing {
   std::vector<std::string> block_steps_, result_steps_;  // names of steps, by distance
   Route route_;                                          // of the current run
   Underway underway_;
-  std::array<std::byte*, kSlots> leaving_{};   // sums of guests
-  std::array<std::byte*, kSlots> arriving_{};  // this rank's, from other ranks, unless kept
+  std::array<std::byte*, kSlots> leaving_{};  // sums of guests
+  std::byte* arriving_ = nullptr;             // this rank's, from another rank, unless kept
   RankParts returned_, with_guests_;
 };
 

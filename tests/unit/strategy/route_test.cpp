@@ -461,7 +461,7 @@ TEST(Ring, ComesBesideVisits) {
       ring_in_words({.ranks = 3, .digests_first = true, .returns_results = true}, all_wanted(3)),
       "exchange digests\nstart 1 slot 0\nvisit 0 beside 1 slot 0\nwait 1 slot 0\nstart 2 slot 1\n"
       "visit 1 beside 2 slot 1\nstart results 2 slot 1\nwait 2 slot 1\nvisit 2\n"
-      "start results 1 slot 0\nwait results 1 slot 0\nwait results 2 slot 1\nfinish\n");
+      "wait results 2 slot 1\nstart results 1 slot 0\nwait results 1 slot 0\nfinish\n");
 }
 
 /// Guests use the slots in turn, whatever else is sent.

@@ -32,8 +32,7 @@
 
 #if LONGSPAN_HOST_BF16_DOT
 
-HWY_BEFORE_NAMESPACE();
-HWY_PUSH_ATTRIBUTES("avx512bf16")
+HWY_PUSH_ATTRIBUTES(HWY_TARGET_STR ",avx512bf16")
 namespace longspan::kernels::host {
 namespace HWY_NAMESPACE {
 
@@ -310,7 +309,6 @@ class Bf16Products {
 }  // namespace HWY_NAMESPACE
 }  // namespace longspan::kernels::host
 HWY_POP_ATTRIBUTES
-HWY_AFTER_NAMESPACE();
 
 #endif  // LONGSPAN_HOST_BF16_DOT
 

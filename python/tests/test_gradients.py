@@ -98,11 +98,11 @@ def test_the_reference_by_finite_differences(rng, options):
             assert abs((sides[0] - sides[1]) / (2 * step) - dterm[at]) < 1e-6, (name, at)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype, more", [("float32", {}), ("bfloat16", {}), ("bfloat16", dict(bf16_products=True))])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_gradients(rng, options, dtype):
+def test_gradients(rng, options, dtype, more):
     q, k, v, dout, dlse = problem(rng, dtype=dtype)
-    layer, run = layer_of(options, dtype=dtype)
+    layer, run = layer_of(options, dtype=dtype, **more)
     out, lse = layer(q, k, v, return_lse=True, **run)
     terms = terms_of(options)
     found = layer.backward(dout, q, k, v, out, lse, dlse=dlse, **terms, **run)

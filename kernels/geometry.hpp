@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/dropout.hpp"
 #include "kernels/visible.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/score_terms.hpp"
@@ -73,6 +74,7 @@ struct Geometry {
   Score score;
   WideScore wide_score;  // the same, for fp64
   Bias bias;
+  Dropout dropout;
   bool invariant = false;          // keep the fixed order also for long queries
   bool tf32 = false;               // fp32 products may be rounded to tf32
   bool fp8_products = false;       // e4m3 q, k and v may be multiplied without conversion, with

@@ -17,6 +17,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/host/bias-inl.hpp"
+#include "kernels/host/dropout-inl.hpp"
 #include "kernels/host/few_rows-inl.hpp"
 #include "kernels/host/fold_stack.hpp"
 #include "kernels/host/key_rows.hpp"
@@ -101,6 +102,7 @@ class TileRun {
         space_(space),
         visible_(params, tile),
         bias_(params, tile),
+        dropout_(params, tile),
         padded_(TileSpace::padded(params.value_dim)),
         blocks_((tile.rows + kBlockRows - 1) / kBlockRows),
         few_(kHasFewRows && tile.rows <= kFewRows && reads_in_place(params)) {}
@@ -182,6 +184,7 @@ class TileRun {
   void attend_segment(const Segment& segment, int level, const Segment* next) {
     const Range any = see(segment);
     if (p_.bias) bias_.start(segment);
+    if (p_.dropout) dropout_.start(segment);
     if (!few_) {
       pack(segment, 0, any, kRowsAhead);
       ahead_ = packed_ && next != nullptr
@@ -269,6 +272,9 @@ class TileRun {
       const int place = head * tile_.rows + first;
       with_rows<kBlockRows>(
           rows, [&]<int kRows>() { weigh<kRows>(scores(place), keys, stats(level) + place); });
+      if (!p_.dropout) continue;
+      for (int r = 0; r < rows; ++r)  // after the sums, which have all weights
+        dropout_.drop(tile_.kv_head + head, first + r, keys, scores(place + r));
     }
   }
 
@@ -348,6 +354,7 @@ class TileRun {
   bool found_ = false;  // while the segment before was processed
   const std::byte* order_[3 * kSegment];  // of few rows: keys, values, and the next segment's keys
   SegmentBias bias_;
+  SegmentDropout dropout_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
   const bool few_;                                         // keys and values are not packed

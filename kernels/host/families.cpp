@@ -34,12 +34,12 @@ OnHost::Room room_of(const AttendParams& p, std::int64_t limit, int block) {
 constexpr HostFamily kTable[] = {
     {.id = OnHost::Id::amx,
      .words = {"AMX", "9 and more", "all",
-               "bf16_products: products of bf16, where the CPU has AMX"},
+               "bf16_products: products of bf16, where the CPU has AMX; no dropout"},
      .ends = Ends::in_states,
      .accepts =  // by the length of the sequence's own queries, on all ranks
      [](const AttendParams& p, const int& b) {
-       return p.bf16_products && p.dtype == DType::bf16 && p.whole_query_len(b) >= kBf16Queries &&
-              has_bf16_products();
+       return p.bf16_products && p.dtype == DType::bf16 && !p.dropout &&
+              p.whole_query_len(b) >= kBf16Queries && has_bf16_products();
      },
      .scratch =
          [](const AttendParams& limits, const int&) {

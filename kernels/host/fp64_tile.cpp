@@ -183,8 +183,23 @@ Range make_scores(const Geometry& p, const Tile& tile, const Visible& visible,
   return keys;
 }
 
+/// Calls visit(j, factor) with the factors of dropout for the keys of a row.
+template <class Visit>
+void for_each_factor(const Geometry& p, const Tile& tile, const Segment& segment, int r, Range keys,
+                     const Visit& visit) {
+  const Sequence& s = tile.sequence;
+  const WideRow row(p, tile, r);
+  const DropoutRow of =
+      p.dropout.row(p.dropout.key(), s.index, row.head, s.context_len + row.index);
+  for (int j = keys.begin; j < keys.end; ++j) {
+    const std::uint32_t word = of.one(s.shard.position(segment.first + j, s.kv_len));
+    visit(j, p.dropout.keeps(word) ? p.dropout.wide_scale : 0.0);
+  }
+}
+
 /// Adds the keys of a segment to a row: max, sum and o.
-void attend_row(double* scores, Range keys, const WideSpace& space, int columns, int r) {
+void attend_row(const Geometry& p, const Tile& tile, const Segment& segment, double* scores,
+                Range keys, const WideSpace& space, int columns, int r) {
   double& max = space.max[r];
   double most = kHidden;
   for (int j = keys.begin; j < keys.end; ++j)
@@ -198,6 +213,10 @@ void attend_row(double* scores, Range keys, const WideSpace& space, int columns,
     max = most;
   }
   space.sum[r] += weigh(scores, keys, max);
+  if (p.dropout)
+    for_each_factor(p, tile, segment, r, keys, [&](int j, double factor) {
+      scores[j] = factor == 0 ? 0.0 : scores[j] * factor;
+    });
   add_rows(scores, keys, space.values, columns, o);
 }
 
@@ -241,8 +260,8 @@ void attend(const AttendParams& p, const MergeParams& result, const Tile& tile,
     multiply(space.q, p.head_dim, space.keys, tile.rows, space.scores);
     for (int r = 0; r < tile.rows; ++r) {
       double* const scores = space.scores + r * kSegment;
-      attend_row(scores, make_scores(p, tile, visible, segment, r, scores, nullptr), space, columns,
-                 r);
+      const Range keys = make_scores(p, tile, visible, segment, r, scores, nullptr);
+      attend_row(p, tile, segment, scores, keys, space, columns, r);
     }
     seen = visible.next(segment.first + kSegment);
   }
@@ -280,8 +299,16 @@ void add_gradients(const GradientParams& p, const Tile& tile, const Segment& seg
       std::fill_n(weights, kSegment, 0.0);
     else
       weigh(weights, {0, kSegment}, term.lse);
-    for (int j = 0; j < kSegment; ++j)
-      dx[j] = weights[j] == 0 ? 0.0 : p.wide_score.scale * weights[j] * (dx[j] - term.d) * slope[j];
+    const auto take = [&](int j, double factor) {  // dP becomes dX, and P with the factor dV's
+      const double of_weight = factor == 0 ? 0.0 : factor * dx[j];
+      dx[j] =
+          weights[j] == 0 ? 0.0 : p.wide_score.scale * weights[j] * (of_weight - term.d) * slope[j];
+      weights[j] = factor == 0 ? 0.0 : weights[j] * factor;
+    };
+    if (p.dropout)
+      for_each_factor(p, tile, segment, r, {0, segment.keys}, take);
+    else
+      for (int j = 0; j < kSegment; ++j) take(j, 1.0);
     if (to.dq != nullptr)
       add_rows(dx, keys, space.key_rows, WideSpace::padded(p.head_dim), to.dq + r * head_sums);
   }

@@ -5,6 +5,7 @@
 //
 // The products are those of fp32, or of bf16 (gradient_bf16-inl.hpp).
 //
+// Dropout has factors Z: then Z dP replaces dP, and Z P the P of dV.
 // A weight is selected, never multiplied: a key that a row does not see gives exactly nothing,
 // whatever the tensors hold there.
 #include "kernels/host/gradient_tile.hpp"
@@ -19,6 +20,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/host/bias-inl.hpp"
+#include "kernels/host/dropout-inl.hpp"
 #include "kernels/host/gradient_bf16-inl.hpp"
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/multiply-inl.hpp"
@@ -160,6 +162,7 @@ class TileGradient {
         space_(space),
         visible_(p, tile),
         products_(p, tile, rows, keys, space),
+        dropout_(p, tile),
         head_columns_(GradientSums::padded(p.head_dim)) {}
 
   void operator()(const TileSums& sums) {
@@ -167,6 +170,7 @@ class TileGradient {
     if (any.begin == any.end) return;
     SegmentBias bias(p_, tile_);
     if (p_.bias) bias.start(keys_.segment);
+    if (p_.dropout) dropout_.start(keys_.segment);
     const bool of_biases = sums.slopes != nullptr || sums.qq != nullptr;
     for (int first = 0; first < tile_.rows; first += kBlockRows) {
       const int rows = std::min(kBlockRows, tile_.rows - first);
@@ -208,7 +212,8 @@ class TileGradient {
     }
   }
 
-  /// Turns a row's S into P, and its dP into dX; dS goes to `biased` [128], unless that is null.
+  /// Turns a row's S into P, with dropout Z P, and its dP into dX; dS goes to `biased` [128],
+  /// unless that is null.
   void weigh(int r, Range keys, SegmentBias& bias, float* biased) {
     const Lanes d;
     const int group = p_.heads / p_.kv_heads;
@@ -242,17 +247,24 @@ class TileGradient {
     const Vec lse_low = hn::Set(d, term.lse_low);
     const Vec row_d = hn::Set(d, term.d), times = hn::Set(d, factor);
     const Vec scale = hn::Set(d, p_.score.scale), most = hn::Set(d, 126.0f);
+    const float* const kept = p_.dropout ? dropout_.factors(tile_.kv_head, r, keys) : nullptr;
     for (int j = keys.begin; j < keys.end; j += kLanes) {
       const Vec score = hn::Load(d, s + j);
       Vec x = hn::Sub(hn::MulSub(score, times, lse), lse_low);
       x = hn::IfThenElse(hn::Gt(x, most), most, x);  // an lse that does not belong to the scores
       const Vec p = hn::IfThenElse(hn::Eq(score, minus_infinity), zero, exp2(x));
-      const Vec of_score = hn::Mul(p, hn::Sub(hn::Load(d, ds + j), row_d));
+      Vec of_weight = hn::Load(d, ds + j), weight = p;
+      if (kept != nullptr) {
+        const Vec z = hn::Load(d, kept + j);
+        of_weight = SegmentDropout::kept(z, of_weight);
+        weight = SegmentDropout::kept(z, p);
+      }
+      const Vec of_score = hn::Mul(p, hn::Sub(of_weight, row_d));
       if (biased != nullptr)
         hn::Store(hn::IfThenElse(hn::Eq(p, zero), zero, of_score), d, biased + j);
       Vec dx = hn::Mul(of_score, scale);
       if (capped) dx = hn::Mul(dx, hn::Load(d, slope + j));
-      hn::Store(p, d, s + j);
+      hn::Store(weight, d, s + j);
       hn::Store(hn::IfThenElse(hn::Eq(p, zero), zero, dx), d, ds + j);
     }
   }
@@ -263,6 +275,7 @@ class TileGradient {
   const GradientSpace& space_;
   const VisibleRows<kGradientRows> visible_;
   const Products products_;
+  SegmentDropout dropout_;
   const int head_columns_;
   HWY_ALIGN float ds_[kSegment];  // of one row
 };

@@ -32,6 +32,9 @@ std::string features(const Problem& p) {
     text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());
   if (p.options.mask.alignment != Alignment::lower_right)
     text += fmt::format(" {}", name(p.options.mask.alignment));
+  if (p.options.dropout.p > 0)
+    text += fmt::format(" dropout {} seed {} sequences {} first head {}", p.options.dropout.p,
+                        p.dropout_seed, p.dropout_sequences, p.options.dropout.first_head);
   if (p.out_scale != 0) text += fmt::format(" out {}", name(p.out_dtype()));
   if (p.goes_back())
     text += fmt::format(" gradients in {} by {}{}", name(p.gradient_dtype()), p.options.strategy,

@@ -11,6 +11,8 @@
 // rounded once for a head: with f_j, the score, and b_j, its bias, they add u |sum dX_j f_j k_j|
 // and u |sum dX_j b_j k_j| to dq, and the like to dk and dv.
 //
+// With dropout z_j dP_j takes the place of dP_j, and z_j p_j that of p_j in dv.
+//
 // Gradients cancel where a row has few keys, since dP_j is near D there, and grow with the scores.
 // Then this bound matters.
 #pragma once
@@ -57,7 +59,7 @@ struct WeighedRow {
 /// The bound of the row's dq; adds to those of keys, if given.
 inline Eigen::VectorXd rounding_of_gradients(const WeighedRow& row, KeyRounding* keys = nullptr) {
   constexpr double kUnit = 0x1p-23, kTerms = kSegment / 2.0;
-  const auto& [p, ds, dx, dsink] = row.weights;
+  const auto& [p, ds, dx, zp, dsink] = row.weights;
   const double serial = static_cast<double>(row.q.size()) / 2;
   const double serial_values = static_cast<double>(row.dout.size()) / 2;
   const double unit2 = row.unit / kUnit * (row.unit / kUnit);
@@ -78,7 +80,10 @@ inline Eigen::VectorXd rounding_of_gradients(const WeighedRow& row, KeyRounding*
     const double slope = 1 - capped * capped, turn = row.scale * slope;
     const double score2 = unit2 * (slope * slope * serial * (x * x + products.square().sum()) +
                                    t * t + (t + extra) * (t + extra) + extra * extra);
-    const Eigen::ArrayXd grown = row.values.row(j).transpose().array() * row.dout.array();
+    const double z = zp[j] / p[j];
+    const Eigen::ArrayXd grown =
+        z == 0 ? Eigen::ArrayXd::Zero(row.dout.size())
+               : Eigen::ArrayXd(z * row.values.row(j).transpose().array() * row.dout.array());
     const double dp = grown.sum();
     const double dp2 = serial_values * (dp * dp + grown.square().sum()) + dp * dp;
     const double tanh2 = 9 * capped * capped * row.scale * row.scale * ds[j] * ds[j];
@@ -92,11 +97,11 @@ inline Eigen::VectorXd rounding_of_gradients(const WeighedRow& row, KeyRounding*
     if (!keys) continue;
     keys->dk_squares.row(j) +=
         ((own2 + turn * turn * p[j] * p[j] * d2 + sum2) * q2).matrix().transpose();
-    keys->dv_squares.row(j) += (p[j] * p[j] * (score2 + kTerms) * dout2).matrix().transpose();
+    keys->dv_squares.row(j) += (zp[j] * zp[j] * (score2 + kTerms) * dout2).matrix().transpose();
     keys->dk_scores.row(j) += dx[j] * (t + extra) * row.q.transpose();
-    keys->dv_scores.row(j) += p[j] * (t + extra) * row.dout.transpose();
+    keys->dv_scores.row(j) += zp[j] * (t + extra) * row.dout.transpose();
     keys->dk_biases.row(j) += dx[j] * extra * row.q.transpose();
-    keys->dv_biases.row(j) += p[j] * extra * row.dout.transpose();
+    keys->dv_biases.row(j) += zp[j] * extra * row.dout.transpose();
   }
   return kUnit * ((squares + kTerms * dq.square()).sqrt() + std::sqrt(d2) * of_d.abs() +
                   of_scores.abs() + of_biases.abs() + std::abs(row.lse) * dq.abs());

@@ -5,6 +5,8 @@
 //     dq = scale sum_j dX_j k_j,   dk_j = scale dX_j q,   dv_j = p_j dout
 //     d bias_j = dS_j,   d sink = -exp(sink - lse) D
 //
+// With dropout z_j dP_j takes the place of dP_j, and z_j p_j that of p_j in dv and in out.
+//
 // It calls no code of the library. gradients_test checks it by finite differences.
 #pragma once
 
@@ -76,20 +78,22 @@ struct RowWeights {
   VectorOf<Real> p;   // weights
   VectorOf<Real> ds;  // gradients of scores, with their bias
   VectorOf<Real> dx;  // gradients of q.k
+  VectorOf<Real> zp;  // weights, with dropout times its factors
   Real dsink = 0;
 };
 
 /// The arguments are those of attend_exactly, then the gradients of its two results. Without
 /// `given` it computes the results too; with it, `keys` may be some of those of the sequence.
+/// `kept` are the factors of dropout for `keys`.
 template <class Real>
 RowWeights<Real> weigh(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
                        const MatrixOf<Real>& values, Interval visible, Real scale, Real softcap,
                        std::optional<Real> sink, std::span<const Real> bias,
                        const VectorOf<Real>& dout, Real dlse,
-                       const RowResult<Real>* given = nullptr) {
+                       const RowResult<Real>* given = nullptr, std::span<const Real> kept = {}) {
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const auto zeros = VectorOf<Real>::Zero(keys.rows());
-  RowWeights<Real> row{zeros, zeros, zeros, 0};
+  RowWeights<Real> row{zeros, zeros, zeros, zeros, 0};
   const auto is_seen = [&](Eigen::Index j) {
     return visible.contains(j) && (bias.empty() || bias[j] != -kInfinity);
   };
@@ -111,12 +115,15 @@ RowWeights<Real> weigh(const VectorOf<Real>& q, const MatrixOf<Real>& keys,
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
     if (!is_seen(j)) continue;
     row.p[j] = std::exp(s[j] - lse);
-    if (!given) out += row.p[j] * values.row(j).transpose();
+    const Real z = kept.empty() ? Real{1} : kept[j];
+    row.zp[j] = z * row.p[j];
+    if (!given && z != 0) out += row.zp[j] * values.row(j).transpose();
   }
   const Real d = dot_product<Real>(dout, given ? given->out : out) - dlse;
   for (Eigen::Index j = 0; j < keys.rows(); ++j) {
     if (!is_seen(j)) continue;
-    row.ds[j] = row.p[j] * (dot_product<Real>(values.row(j), dout) - d);
+    const Real z = kept.empty() ? Real{1} : kept[j];
+    row.ds[j] = row.p[j] * ((z == 0 ? Real{0} : z * dot_product<Real>(values.row(j), dout)) - d);
     row.dx[j] = row.ds[j] * (softcap != 0 ? 1 - t[j] * t[j] : Real{1}) * scale;
   }
   if (sink) row.dsink = -std::exp(*sink - lse) * d;
@@ -139,7 +146,7 @@ void add_to_keys(const RowWeights<Real>& row, const VectorOf<Real>& q, const Vec
   for (Eigen::Index j = 0; j < row.p.size(); ++j) {
     if (row.p[j] == 0) continue;
     sums.dk.row(j) += row.dx[j] * q.transpose();
-    sums.dv.row(j) += row.p[j] * dout.transpose();
+    sums.dv.row(j) += row.zp[j] * dout.transpose();
   }
 }
 
@@ -149,9 +156,10 @@ RowGradients<Real> add_gradients(const VectorOf<Real>& q, const MatrixOf<Real>& 
                                  const MatrixOf<Real>& values, Interval visible, Real scale,
                                  Real softcap, std::optional<Real> sink, std::span<const Real> bias,
                                  const VectorOf<Real>& dout, Real dlse, GradientsOf<Real>& sums,
-                                 const RowResult<Real>* given = nullptr) {
+                                 const RowResult<Real>* given = nullptr,
+                                 std::span<const Real> kept = {}) {
   const RowWeights<Real> row =
-      weigh(q, keys, values, visible, scale, softcap, sink, bias, dout, dlse, given);
+      weigh(q, keys, values, visible, scale, softcap, sink, bias, dout, dlse, given, kept);
   add_to_keys(row, q, dout, sums);
   return {gradient_of_row(row, keys), row.ds, row.dsink};
 }

@@ -69,14 +69,15 @@ Expected expect(const Problem& problem, const JudgedRow& row) {
 
   const Interval visible = problem.visible(b, problem.position(b, t));
   const std::vector<double> bias = problem.bias(b, t, head);
+  const std::vector<double> kept = problem.dropout(b, t, head);
   Exact exact =
-      attend_exactly(q, keys, values, visible, problem.scale(), o.score.softcap, sink, bias);
+      attend_exactly(q, keys, values, visible, problem.scale(), o.score.softcap, sink, bias, kept);
   Eigen::VectorXf plain =
       attend_plainly(q, keys, values, visible, static_cast<float>(problem.scale()), o.score.softcap,
                      sink, o.dtypes.fp8_products ? DType::e4m3 : o.dtypes.compute,
-                     Stored{problem.out_dtype(), static_cast<float>(unit_of(problem))}, bias);
+                     Stored{problem.out_dtype(), static_cast<float>(unit_of(problem))}, bias, kept);
   Rounding rounding = rounding_of(q, keys, values, visible, problem.scale(), o.score.softcap, bias,
-                                  exact, score_unit(o));
+                                  exact, score_unit(o), kept);
   return {std::move(exact), std::move(plain), std::move(rounding)};
 }
 

@@ -84,15 +84,16 @@ decltype(auto) in(const RowMajor& matrix) {
 template <class Real>
 RowWeights<Real> weigh_in(const Problem& problem, int head, const Eigen::VectorXd& q,
                           const RowMajor& keys, const RowMajor& values, Interval visible,
-                          std::span<const double> bias, const Given& given, bool starts_from_them) {
+                          std::span<const double> bias, std::span<const double> kept,
+                          const Given& given, bool starts_from_them) {
   std::optional<Real> sink;
   if (!problem.sinks.empty()) sink = problem.sinks[static_cast<std::size_t>(head)];
-  const std::vector<Real> added(bias.begin(), bias.end());
+  const std::vector<Real> added(bias.begin(), bias.end()), factors(kept.begin(), kept.end());
   const RowResult<Real> result{given.out.cast<Real>(), static_cast<Real>(given.lse)};
   return weigh<Real>(
       q.cast<Real>(), in<Real>(keys), in<Real>(values), visible, static_cast<Real>(problem.scale()),
       static_cast<Real>(problem.options.score.softcap), sink, added, given.dout.cast<Real>(),
-      static_cast<Real>(given.dlse), starts_from_them ? &result : nullptr);
+      static_cast<Real>(given.dlse), starts_from_them ? &result : nullptr, factors);
 }
 
 WeighedRow weighed(const Problem& problem, const Eigen::VectorXd& q, const RowMajor& keys,
@@ -120,8 +121,9 @@ Errors compare_row(const Problem& problem, const Answer& judged, const JudgedRow
   const Given given(problem, judged, row.i, row.at, row.head);
   const Interval visible = problem.visible(row.sequence, position);
   const std::vector<double> bias = problem.bias(row.sequence, row.t, row.head);
+  const std::vector<double> kept = problem.dropout(row.sequence, row.t, row.head);
   const auto weights = [&]<class Real>(Real, bool starts_from_them) {
-    return weigh_in<Real>(problem, row.head, q, row.keys, row.values, visible, bias, given,
+    return weigh_in<Real>(problem, row.head, q, row.keys, row.values, visible, bias, kept, given,
                           starts_from_them);
   };
   const RowWeights<double> exact = weights(0.0, false);
@@ -268,11 +270,15 @@ HeadSums sum_rows(const Communicator& world, const Problem& problem, const Answe
       const Eigen::VectorXd q = query_row(problem, at, b, t, head);
       const Given given(problem, answer, static_cast<std::size_t>(i), at, head);
       const std::vector<double> whole = problem.bias(b, t, head);
-      std::vector<double> bias;
-      if (!whole.empty())
-        for (const std::int64_t position : judged[b].positions) bias.push_back(whole[position]);
+      const std::vector<double> whole_kept = problem.dropout(b, t, head);
+      std::vector<double> bias, kept;
+      for (const std::int64_t position : judged[b].positions) {
+        if (!whole.empty()) bias.push_back(whole[position]);
+        if (!whole_kept.empty()) kept.push_back(whole_kept[position]);
+      }
       const auto weights = [&]<class Real>(Real) {
-        return weigh_in<Real>(problem, head, q, keys[b], values[b], visible, bias, given, true);
+        return weigh_in<Real>(problem, head, q, keys[b], values[b], visible, bias, kept, given,
+                              true);
       };
       const RowWeights<double> exact = weights(0.0);
       const RowWeights<float> plain = weights(0.0f);

@@ -2,7 +2,11 @@
 // purpose, and calls no code of the library: the rule of visible keys is written here once more.
 //
 //     s_j = score(q . k_j) + bias_j for visible j,  p = exp(s - max s),  out = sum p_j v_j / sum p
+//
+// and with dropout out = sum z_j p_j v_j / sum p.
 #pragma once
+
+#include <Random123/philox.h>
 
 #include <Eigen/Core>
 #include <algorithm>
@@ -12,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "longspan/mask.hpp"
 #include "longspan/options.hpp"
@@ -93,6 +98,32 @@ inline void rotate_exactly(Eigen::Ref<Eigen::VectorXd> row, const RopeOptions& r
   rotate_exactly(row, rope, [&](int i) { return cos_sin_of(rope, position, i); });
 }
 
+/// A row of weights, as dropout counts it, and the probability that one is dropped.
+struct DropoutOf {
+  double p = 0;
+  std::uint64_t seed = 0, offset = 0;
+  std::uint32_t sequence = 0, head = 0;
+  std::int64_t position = 0;
+};
+
+/// The factors z of a row's keys, [kv_len]: 0, or 1 / (1 - p) in `Real`.
+template <class Real>
+std::vector<double> dropout_factors(const DropoutOf& of, std::int64_t kv_len) {
+  const auto low = [](auto x) { return static_cast<std::uint32_t>(x); };
+  const r123::Philox4x32 philox;
+  const auto key =
+      philox({{low(of.offset), low(of.offset >> 32), 0, 0}}, {{low(of.seed), low(of.seed >> 32)}});
+  const double least = std::floor(of.p * 0x1p32), factor = static_cast<Real>(1 / (1 - of.p));
+  std::vector<double> factors(static_cast<std::size_t>(kv_len));
+  for (std::int64_t j = 0; j < kv_len; ++j) {
+    const auto words =
+        philox({{low(j / 4), low(of.position), of.head, of.sequence}}, {{key[0], key[1]}});
+    factors[static_cast<std::size_t>(j)] =
+        words[static_cast<std::size_t>(j % 4)] >= least ? factor : 0;
+  }
+  return factors;
+}
+
 struct Exact {
   Eigen::VectorXd out;  // [dim]
   double lse;           // natural log, with the sink; -inf when nothing is visible
@@ -101,12 +132,13 @@ struct Exact {
 /// Attends one row. keys and values are [kv_len, dim]: the whole sequence of one kv head, in order
 /// of position; they may be blocks of a larger matrix. A sink takes part in the sum and adds no
 /// value. `bias` [kv_len] (ALiBi, qq_bias; natural units) is added to the scores; -inf hides its
-/// key: neither its score nor its value counts, whatever they hold.
+/// key: neither its score nor its value counts, whatever they hold. `kept` [kv_len] are the factors
+/// of dropout.
 inline Exact attend_exactly(const Eigen::VectorXd& q, const Eigen::Ref<const RowMajor>& keys,
                             const Eigen::Ref<const RowMajor>& values, Interval visible,
                             double scale, double softcap = 0,
                             std::optional<double> sink = std::nullopt,
-                            std::span<const double> bias = {}) {
+                            std::span<const double> bias = {}, std::span<const double> kept = {}) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   Exact exact{Eigen::VectorXd::Zero(values.cols()), sink.value_or(-kInfinity)};
   if (visible.empty()) return exact;
@@ -124,9 +156,12 @@ inline Exact attend_exactly(const Eigen::VectorXd& q, const Eigen::Ref<const Row
   if (top == -kInfinity) return exact;
   const Eigen::VectorXd p = (s - top).exp();
   const double sum = p.sum() + (sink ? std::exp(*sink - top) : 0.0);
-  if (some_hidden) {
-    for (Eigen::Index j = 0; j < count; ++j)
-      if (s[j] != -kInfinity) exact.out += p[j] / sum * values.row(first + j).transpose();
+  if (some_hidden || !kept.empty()) {
+    for (Eigen::Index j = 0; j < count; ++j) {
+      const double z = kept.empty() ? 1.0 : kept[first + j];
+      if (s[j] != -kInfinity && z != 0)
+        exact.out += z * p[j] / sum * values.row(first + j).transpose();
+    }
   } else {
     exact.out = values.middleRows(first, count).transpose() * p / sum;
   }

@@ -26,7 +26,8 @@ inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
                                       const Eigen::Ref<const RowMajor>& values, Interval visible,
                                       float scale, float softcap, std::optional<float> sink,
                                       DType dtype, std::optional<Stored> stored = std::nullopt,
-                                      std::span<const double> bias = {}) {
+                                      std::span<const double> bias = {},
+                                      std::span<const double> kept = {}) {
   Eigen::VectorXf out = Eigen::VectorXf::Zero(values.cols());
   if (visible.empty()) return out;
   const Eigen::Index first = visible.begin, count = visible.end - visible.begin;
@@ -42,9 +43,12 @@ inline Eigen::VectorXf attend_plainly(const Eigen::VectorXd& q,
   const Eigen::ArrayXf p = (s - top).exp();
   const float sum = p.sum() + (sink ? std::exp(*sink - top) : 0.0f);
   const float top_weight = dtype == DType::e4m3 ? 256.0f : 1.0f;
-  for (Eigen::Index j = 0; j < count; ++j)
-    out += rounded(dtype, p[j] * top_weight) / top_weight *
-           values.row(first + j).transpose().cast<float>();
+  for (Eigen::Index j = 0; j < count; ++j) {
+    const float z = kept.empty() ? 1.0f : static_cast<float>(kept[first + j]);
+    if (z != 0)
+      out += z * rounded(dtype, p[j] * top_weight) / top_weight *
+             values.row(first + j).transpose().cast<float>();
+  }
   const Stored as = stored.value_or(Stored{dtype});
   for (float& element : out) element = rounded(as.dtype, element / sum / as.scale) * as.scale;
   return out;

@@ -110,6 +110,8 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.window = o.mask.window;
   r.score = score_numbers(o.score);
   r.rope = o.rope;
+  r.dropout = o.dropout;
+  r.dropout_seed = problem.dropout_seed[0];
   r.alibi = options.alibi;
   r.lengths = options.lengths;
   const std::size_t own[] = {layer.workspace_bytes(), layer.exchange().peer_bytes};
@@ -204,6 +206,7 @@ std::string header(const Report& r) {
   for (const auto& [name, value] : r.score)
     if (value != 0) score += fmt::format("{} {} ", name, value);
   if (r.rope.dim > 0) score += rope_text(r.rope).substr(1) + " ";
+  if (r.dropout.p > 0) score += fmt::format("dropout {} seed {} ", r.dropout.p, r.dropout_seed);
   std::string seen = r.causal ? "causal " : "full ";
   if (r.alignment != name(Alignment::lower_right)) seen += r.alignment + " ";
   std::string text = fmt::format(
@@ -279,6 +282,9 @@ ordered_json case_of(const Report& r) {
                     {"interleaved", r.rope.interleaved},
                     {"theta", r.rope.base},
                     {"scale", r.rope.scale}};
+  if (r.dropout.p > 0)
+    made["dropout"] = {
+        {"p", r.dropout.p}, {"seed", r.dropout_seed}, {"first_head", r.dropout.first_head}};
   if (r.goes_back) made["backward"] = true;
   made["shard"] = r.shard;
   made["shard_queries"] = r.shard_queries;

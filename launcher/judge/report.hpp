@@ -54,6 +54,8 @@ struct Report {
   std::int64_t window = 0;
   ScoreNumbers score;
   RopeOptions rope;
+  DropoutOptions dropout;
+  std::int64_t dropout_seed = 0;
   std::string alignment;              // of the rows
   std::string alibi;                  // empty: none
   std::vector<std::int64_t> lengths;  // of the sequences, where they were given one by one

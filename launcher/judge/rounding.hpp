@@ -12,7 +12,8 @@
 // rounding, which differs from key to key, moves an element by sqrt(sum (p_j a_j (v_j - out))^2);
 // the sums of a segment's values add sqrt(c (out^2 + sum (p_j v_j)^2)), c = half a segment's keys;
 // and the factor log2(e) scale, rounded once for all keys, adds u |sum p_j f_j (v_j - out)|. Where
-// one key has all the weight the first and last are nothing, however large the scores are.
+// one key has all the weight the first and last are nothing, however large the scores are. With
+// dropout z_j v_j takes the place of v_j.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,8 @@ struct Rounding {
 inline Rounding rounding_of(const Eigen::VectorXd& q, const Eigen::Ref<const RowMajor>& keys,
                             const Eigen::Ref<const RowMajor>& values, Interval visible,
                             double scale, double softcap, std::span<const double> bias,
-                            const Exact& exact, double unit = 0x1p-23) {
+                            const Exact& exact, double unit = 0x1p-23,
+                            std::span<const double> kept = {}) {
   constexpr double kUnit = 0x1p-23;
   Rounding bound{Eigen::VectorXd::Zero(values.cols()), 0};
   if (visible.empty() || !std::isfinite(exact.lse)) return bound;
@@ -43,7 +45,7 @@ inline Rounding rounding_of(const Eigen::VectorXd& q, const Eigen::Ref<const Row
 
   Eigen::ArrayXd scores2 = bound.out, sums2 = bound.out, common = bound.out, biased = bound.out;
   const Eigen::ArrayXd scaled = q.array() * scale;
-  Eigen::ArrayXd products(q.size()), pull(values.cols());
+  Eigen::ArrayXd products(q.size()), pull(values.cols()), value;
   double lse2 = 0;
   for (Eigen::Index j = 0; j < count; ++j) {
     const double extra = bias.empty() ? 0.0 : bias[first + j];
@@ -58,7 +60,9 @@ inline Rounding rounding_of(const Eigen::VectorXd& q, const Eigen::Ref<const Row
 
     const double rounded2 = slope * slope * serial * (x * x + products.square().sum()) + t * t +
                             (t + extra) * (t + extra) + extra * extra;
-    const auto value = values.row(first + j).transpose().array();
+    const double z = kept.empty() ? 1.0 : kept[first + j];
+    value = z == 0 ? Eigen::ArrayXd::Zero(values.cols())
+                   : Eigen::ArrayXd(z * values.row(first + j).transpose().array());
     pull = p * (value - exact.out.array());
     scores2 += rounded2 * pull.square();
     sums2 += p * p * value.square();

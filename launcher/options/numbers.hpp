@@ -70,6 +70,17 @@ inline CLI::Validator finite(double least, double most) {
       "");
 }
 
+/// Takes a probability below 1.
+inline CLI::Validator probability() {
+  return CLI::Validator(
+      [](std::string& text) -> std::string {
+        double value = 0;
+        if (read_number(text, value) && value >= 0 && value < 1) return {};
+        return fmt::format("{} is not a probability from 0 up to, but not, 1", in_quotes(text));
+      },
+      "");
+}
+
 /// Takes a number for fp32: not so large that it becomes infinite, nor so small that it becomes 0.
 inline CLI::Validator single_precision(bool positive) {
   return CLI::Validator(

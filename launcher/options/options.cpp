@@ -239,6 +239,19 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
       ->capture_default_str()
       ->group(attention);
 
+  app.add_option("--dropout", o.dropout.p,
+                 "Drop weights with this probability; the mask is a function of seed, sequence, "
+                 "head and positions [0]")
+      ->check(probability())
+      ->group(attention);
+  app.add_option("--dropout-seed", o.dropout_seed, "Seed of the mask of --dropout [--seed]")
+      ->transform(whole(std::int64_t{0}, std::numeric_limits<std::int64_t>::max()))
+      ->group(attention);
+  app.add_option("--dropout-first-head", o.dropout.first_head,
+                 "Number of the first head in the mask of --dropout [0]")
+      ->transform(whole(0, kMostHeads))
+      ->group(attention);
+
   app.add_flag("--fp8-products", o.fp8_products,
                "On Hopper: multiply e4m3, with weights rounded to it. Needs --qkv-dtype e4m3")
       ->group(attention);

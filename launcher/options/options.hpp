@@ -48,10 +48,12 @@ struct RunOptions {
   // The attention.
   Mask mask;
   ScoreOptions score;
-  std::string alibi;                       // the name of an Alibi; empty: no slopes
-  RopeOptions rope;                        // of q; k is taken as rotated
-  std::vector<std::int64_t> documents;     // their starts and the end, in every sequence
-  std::vector<std::int64_t> left_padding;  // of each sequence, or one number for all
+  std::string alibi;  // the name of an Alibi; empty: no slopes
+  RopeOptions rope;   // of q; k is taken as rotated
+  DropoutOptions dropout;
+  std::optional<std::int64_t> dropout_seed;  // of its mask; the seed of inputs, if not given
+  std::vector<std::int64_t> documents;       // their starts and the end, in every sequence
+  std::vector<std::int64_t> left_padding;    // of each sequence, or one number for all
   bool fp8_products = false;
   bool bf16_products = false;
 

@@ -697,6 +697,63 @@ Family gradients(const Sweep& sweep) {
   return family;
 }
 
+/// Dropout with all that training has, each problem by another strategy, with its gradients or
+/// without.
+Family dropout(const Sweep& sweep) {
+  Family family;
+  if (sweep.gpu) {
+    family.why_empty = "dropout on GPUs is not supported yet";
+    return family;
+  }
+  Random random(sweep.seed + 18);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
+    const DType dtype = kDTypes[i % 3];
+    Shape shape = any_shape(random, dtype, sweep.pick(1200, 3000, 9000));
+    const int batch = chance(2) ? 1 : 3;
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 60));
+      shape.kv_lens.push_back(below(random, chance(2) ? 60 : 700));
+    }
+    Problem p = make(sweep, shape, 1800 + i);
+    const std::uint64_t seed = sweep.seed * 1000003 + 1800 + i;
+    p.options.dropout = {.p = pick(random, {0.1, 0.5, 0.9}),
+                         .first_head = chance(2) ? 0 : below(random, 100)};
+    p.dropout_seed = {static_cast<std::int64_t>(random()), static_cast<std::int64_t>(random())};
+    if (chance(2))
+      for (int b = 0; b < batch; ++b) p.dropout_sequences.push_back(below(random, 1 << 30));
+    p.options.dtypes.bf16_products = dtype == bf16 && chance(2);
+    p.options.gradients = !chance(3);
+    if (p.goes_back()) {
+      p.dout = generated(seed, kOfDout, dtype, p.tokens(), p.q.heads, p.value_dim());
+      if (chance(2)) p.dlse = generated(seed, kOfDlse, fp32, p.tokens(), p.q.heads, 1);
+      p.fp32_gradients = chance(2);
+    }
+    p.options.mask.causal = chance(2);
+    if (chance(3)) p.options.mask.window = 1 + below(random, 400);
+    if (chance(3)) p.options.mask.alignment = Alignment::upper_left;
+    if (chance(4)) p.options.score.softcap = 5.0f;
+    if (chance(3)) p.sinks = draw_sinks(p, seed);
+    if (chance(4)) take_slopes(p, Alibi::query);
+    if (chance(4)) take_documents(p, seed);
+    if (chance(4)) take_padding(p, seed);
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (chance(3)) p.queries.reset();
+    if (batch == 1 && chance(4)) {
+      p.keys.layout = chance(2) ? Layout::ranges : Layout::listed;
+      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
+      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
+    }
+    if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
+    const std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    if (names.empty()) continue;
+    p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"shards", shards},
                                    {"masks", masks},
@@ -713,7 +770,8 @@ constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"fp8", fp8},
                                    {"serving", serving},
                                    {"upper left", upper_left},
-                                   {"gradients", gradients}};
+                                   {"gradients", gradients},
+                                   {"dropout", dropout}};
 
 }  // namespace
 

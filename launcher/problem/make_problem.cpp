@@ -154,6 +154,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .mask = o.mask,
                      .score = o.score,
                      .rope = o.rope,
+                     .dropout = o.dropout,
                      .invariant = o.invariant,
                      .strategy = o.strategy,
                      .ranks_per_node = o.ranks_per_node,
@@ -161,6 +162,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .threads = world.threads,
                      .debug = {.profile = true}};
   if (const auto alibi = choice_named<Alibi>(o.alibi)) problem.options.score.alibi = *alibi;
+  problem.dropout_seed[0] = o.dropout_seed.value_or(static_cast<std::int64_t>(world.seed));
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));
   if (o.backward) take_gradients(problem, o, world.seed);
   return problem;

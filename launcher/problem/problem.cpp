@@ -170,6 +170,19 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
   return bias;
 }
 
+std::vector<double> Problem::dropout(int b, std::int64_t t, int head) const {
+  if (options.dropout.p == 0) return {};
+  const DropoutOf row{
+      options.dropout.p,
+      static_cast<std::uint64_t>(dropout_seed[0]),
+      static_cast<std::uint64_t>(dropout_seed[1]),
+      static_cast<std::uint32_t>(
+          dropout_sequences.empty() ? b : dropout_sequences[static_cast<std::size_t>(b)]),
+      static_cast<std::uint32_t>(options.dropout.first_head + head),
+      position(b, t)};
+  return dropout_factors<float>(row, kv_lens[static_cast<std::size_t>(b)]);
+}
+
 Options Trial::layer_options(const std::string& strategy) const {
   Options options = problem_.layer_options(world_.size());
   options.strategy = strategy;
@@ -275,6 +288,14 @@ void Trial::take_features() {
   if (!p.qq_bias.empty()) {
     qq_bias_ = on_device(device, p.qq_bias);
     args_.qq_bias = {static_cast<const float*>(qq_bias_.data()), {p.qq_width, p.qq_width}, device};
+  }
+  if (p.options.dropout.p > 0) {
+    dropout_seed_ =
+        on_device(device, std::vector<std::int64_t>(p.dropout_seed.begin(), p.dropout_seed.end()));
+    args_.dropout_seed = array<std::int64_t>(dropout_seed_, device);
+    dropout_sequences_ = on_device(device, p.dropout_sequences);
+    if (!p.dropout_sequences.empty())
+      args_.dropout_sequences = array<std::int32_t>(dropout_sequences_, device);
   }
   causal_ = on_device(device, p.causal);
   documents_ = on_device(device, p.documents);

@@ -2,6 +2,7 @@
 // them in device memory, the layer, and the rows of the answer that this rank gets.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -46,9 +47,11 @@ struct Problem {
   std::vector<float> slopes;    // [heads] or [batch, heads] ALiBi, or none
   std::vector<float> qq_bias;   // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
-  std::vector<std::uint8_t> causal;        // of each sequence, in place of the mask's; or none
-  std::vector<std::int64_t> documents;     // [batch, count + 1] starts and end; or none
-  std::vector<std::int32_t> left_padding;  // of each sequence; or none
+  std::vector<std::uint8_t> causal;             // of each sequence, in place of the mask's; or none
+  std::vector<std::int64_t> documents;          // [batch, count + 1] starts and end; or none
+  std::vector<std::int32_t> left_padding;       // of each sequence; or none
+  std::array<std::int64_t, 2> dropout_seed{};   // seed and offset, where options.dropout
+  std::vector<std::int32_t> dropout_sequences;  // numbers of the sequences there; or none
   std::vector<float> q_scale, k_scale, v_scale;  // [1], [kv_heads] or [batch, kv_heads],
                                                  // where sources are fp8
   float out_scale = 0;                           // out = result / out_scale; 0: none
@@ -84,6 +87,8 @@ struct Problem {
   std::int64_t position(int b, std::int64_t t) const;
   /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
+  /// The factors of dropout for row t of sequence b: [kv_len]; empty for none.
+  std::vector<double> dropout(int b, std::int64_t t, int head) const;
   /// The number of (row, key) pairs that the mask allows, each with 2 heads (head_dim + value_dim)
   /// floating- point operations.
   double visible_pairs() const;
@@ -153,7 +158,8 @@ class Trial {
   std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
   std::optional<Attention> layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
-      causal_, documents_, left_padding_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_;
+      causal_, documents_, left_padding_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_,
+      dropout_seed_, dropout_sequences_;
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;

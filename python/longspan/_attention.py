@@ -133,6 +133,10 @@ def attend(
     rotary_interleaved: bool = False,
     rope_theta: float | None = None,
     rope_scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Numbers | None = None,
+    dropout_sequences: Numbers | None = None,
+    dropout_first_head: int = 0,
     keys: Layout | Sharding = "contiguous",
     queries: Layout | Sharding | None = None,
     results: Part | Layout | Sharding = "all",
@@ -215,6 +219,12 @@ def attend(
         rotary_interleaved: pairs are (2i, 2i + 1); False is (i, i + rotary_dim / 2).
         rope_theta, rope_scale: without tables, pair i is rotated by position / rope_scale *
             rope_theta ** (-2 i / rotary_dim); None is 10000 and 1.
+        dropout_p: drop weights with this probability, in [0, 1), for training; the others are divided
+            by 1 - dropout_p. lse has no dropout. Which weights are dropped is a function of seed,
+            sequence, head and positions alone: the same for any number of ranks.
+        dropout_seed: seed, or [seed, offset], int64; None takes one that rank 0 draws.
+        dropout_sequences: [batch] numbers of the sequences for that function; None is 0, 1 ...
+        dropout_first_head: the number of the first head there, for a part of a model's heads.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
             parts in rank order. With total_keys or cache_seqlens these are the parts that
             longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
@@ -297,7 +307,9 @@ def attend(
         exchange=exchange, keys=keys, queries=queries, results=results, rotary_cos=rotary_cos,
         rotary_sin=rotary_sin, rotary_dim=rotary_dim, rotary_interleaved=rotary_interleaved,
         rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale,
-        causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new)
+        causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
+        dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
+        dropout_first_head=dropout_first_head)
 
 
 class Attention:
@@ -338,6 +350,8 @@ class Attention:
             whole loss, the same on all ranks; or "partial", those of each rank's part of the loss, which
             are added up in the order of the ranks.
         max_qq_gradient: the greatest width of a qq_bias whose gradient is asked for; 0: it is not.
+        dropout_p, dropout_first_head: as in attend. Without a dropout_seed of its own a run takes the layer's, which
+            rank 0 drew, with an offset that counts such runs.
 
     Raises:
         UsageError, UnsupportedError, RankError, TypeError: as attend.
@@ -363,7 +377,8 @@ class Attention:
                  invariant: bool = False, strategy: Strategy = "auto", exchange: Exchange = "auto", threads: int = 0,
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0,
-                 gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0):
+                 gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0,
+                 dropout_p: float = 0.0, dropout_first_head: int = 0):
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
@@ -376,7 +391,8 @@ class Attention:
             check_arrays=check_arrays, profile=profile, strategy=strategy, ranks_per_node=ranks_per_node,
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
-            gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment)
+            gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment,
+            dropout_p=dropout_p, dropout_first_head=dropout_first_head)
 
     def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -390,7 +406,8 @@ class Attention:
                  seqused_q: Numbers | None = None, seqused_k: Numbers | None = None, rotary_cos: Array | None = None,
                  rotary_sin: Array | None = None, total_keys: int | None = None,
                  total_queries: int | None = None, key_table: Numbers | None = None,
-                 query_table: Numbers | None = None, skip_decode: bool = False,
+                 query_table: Numbers | None = None, dropout_seed: Numbers | None = None,
+                 dropout_sequences: Numbers | None = None, skip_decode: bool = False,
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
                  stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
@@ -411,7 +428,8 @@ class Attention:
             qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad, seqused_q=seqused_q,
             skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new)
+            rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
+            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences)
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
@@ -426,6 +444,7 @@ class Attention:
                  rotary_cos: Array | None = None, rotary_sin: Array | None = None,
                  total_keys: int | None = None, total_queries: int | None = None,
                  key_table: Numbers | None = None, query_table: Numbers | None = None,
+                 dropout_seed: Numbers | None = None, dropout_sequences: Numbers | None = None,
                  stream: Stream | None = None) -> Any:
         """The gradients of one run of a layer with gradients=True. Collective.
 
@@ -453,7 +472,8 @@ class Attention:
             dk_before_rope: with RoPE: dk is the gradient of k before the rotation that the caller made,
                 by the same angles.
             accumulate: add to what the arrays hold, before the rounding.
-            causal and the others: as the run had them.
+            causal and the others: as the run had them. With dropout_p a dropout_seed is needed: that of the
+                run, or the layer's own (dropout_seed).
 
         Returns:
             (dq, dk, dv); dv is None where v is the first columns of k.
@@ -487,7 +507,8 @@ class Attention:
             out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,
             cache_leftpad=cache_leftpad, seqused_q=seqused_q, cache_batch_idx=None, cu_seqlens_k_new=None,
             skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys, whole_queries=whole_queries,
-            contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+            contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin, dropout_seed=dropout_seed,
+            dropout_sequences=dropout_sequences)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -545,6 +566,11 @@ class Attention:
     def workspace_bytes(self) -> int:
         """Bytes of the workspace on this rank."""
         return self._layer.workspace_bytes()
+
+    @property
+    def dropout_seed(self) -> tuple[int, int]:
+        """Seed and offset of the last run that was given no dropout_seed, for its backward. The same on all ranks."""
+        return self._layer.dropout_seed()
 
     @property
     def phases(self) -> Phases:

@@ -150,7 +150,13 @@ nb::object attend(const Arguments<kAttend>& given) {
     options.limits.max_batch = 1;
     for (std::int64_t b = 0; b < call.batch(); ++b) {
       AttentionArgs one = call.args_of(b);
-      queue(one, comm.kept_layers().find(world, options), 1);
+      KeptLayer& kept = comm.kept_layers().find(world, options);
+      if (options.dropout.p > 0 && !one.dropout_sequences) {  // its number in the batch
+        const Tensor numbers = kept.arrays.steps(world.device(), 2, b);
+        one.dropout_sequences =
+            Tensor(static_cast<const std::int32_t*>(numbers.data) + 1, {1}, world.device());
+      }
+      queue(one, kept, 1);
     }
   });
   return call.finish();

@@ -221,6 +221,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       rotary_sin(given.get<"rotary_sin">()),
       key_table(given.get<"key_table">(), DType::int64, stream),
       query_table(given.get<"query_table">(), DType::int64, stream),
+      dropout_seed(given.get<"dropout_seed">(), DType::int64, stream),
+      dropout_sequences(given.get<"dropout_sequences">(), DType::int32, stream),
       given_out(Array::wide(given.get<"out">())),
       given_lse(Array::wide(given.get<"lse">())),
       total_keys(count_of(given.get<"total_keys">())),
@@ -416,6 +418,8 @@ AttentionArgs AttendCall::args() const {
   a.rope_cos = rotary_cos.tensor();
   a.rope_sin = rotary_sin.tensor();
   a.skip_decode = skip_decode;
+  a.dropout_seed = dropout_seed.tensor();
+  a.dropout_sequences = dropout_sequences.tensor();
   return a;
 }
 
@@ -444,8 +448,8 @@ AttentionArgs AttendCall::args_of(std::int64_t sequence) const {
   if (a.documents.dims == 1 && batch() > 1)
     throw InputError("documents is " + shape_text(a.documents) + "; the batch has " +
                      std::to_string(batch()) + " sequences: [batch, count + 1] is wanted");
-  for (Tensor* of_batch :
-       {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.left_padding, &a.query_len})
+  for (Tensor* of_batch : {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.left_padding,
+                           &a.query_len, &a.dropout_sequences})
     *of_batch = only(*of_batch, sequence);
   for (Tensor* factors : {&a.q_scale, &a.k_scale, &a.v_scale, &a.slopes})
     if (factors->dims == 2) *factors = only(*factors, sequence);

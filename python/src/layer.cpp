@@ -276,6 +276,11 @@ void bind_layer(nb::module_& m) {
       .def("keys", [](Layer& l) { return l.layer().options().keys; })
       .def("strategy", [](Layer& l) { return python_text(l.layer().strategy().name); })
       .def("exchange", [](Layer& l) { return python_text(l.layer().exchange().describe()); })
+      .def("dropout_seed",
+           [](Layer& l) {
+             const auto [seed, offset] = l.layer().dropout_seed();
+             return nb::make_tuple(seed, offset);
+           })
       .def("workspace_bytes", [](Layer& l) { return l.layer().workspace_bytes(); })
       .def("phases", [](Layer& l) {
         const Phases p = l.layer().phases();

@@ -530,3 +530,43 @@ def contradicts(comm, what):
     if what == "shapes of unshard":
         return longspan.unshard(zigzag[:, :1 + comm.rank % 2], "zigzag", comm=comm)
     raise ValueError(what)
+
+
+def dropout_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy):
+    """out, lse and gradients of causal rows, whole."""
+    def own(a, rule):
+        return a if rule is None else np.ascontiguousarray(longspan.shard(a, rule, comm=comm))
+
+    def whole(a, rule):
+        return np.asarray(a) if rule is None else longspan.unshard(np.asarray(a), rule, comm=comm)
+
+    layer = longspan.Attention(comm, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], dtype="float32",
+                               causal=True, keys=keys, queries=queries, strategy=strategy, max_queries=len(q),
+                               max_seqlen_k=len(k), gradients=True, dropout_p=0.4)
+    run = dict(total_keys=len(k), total_queries=None if queries is None else len(q), dropout_seed=[11, 12])
+    own_q, own_k, own_v = own(q, queries), own(k, keys), own(v, keys)
+    out, lse = layer(own_q, own_k, own_v, return_lse=True, **run)
+    dq, dk, dv = layer.backward(own(dout, queries), own_q, own_k, own_v, out, lse, dlse=own(dlse, queries), **run)
+    return *(whole(a, queries) for a in (out, lse, dq)), whole(dk, keys), whole(dv, keys)
+
+
+def dropout_of_parts(comm, q, k, v):
+    """The result of a batch whose tokens are cut in parts that longspan.shard would not make."""
+    tokens = q.shape[1]
+    cuts = [0, *(tokens - 7 * r for r in range(comm.size - 1, 0, -1)), tokens]
+    mine = slice(cuts[comm.rank], cuts[comm.rank + 1])
+    out = longspan.attend(*(np.ascontiguousarray(a[:, mine]) for a in (q, k, v)), comm=comm, queries="contiguous",
+                          dropout_p=0.5, dropout_seed=[3])
+    return np.concatenate([np.frombuffer(part, np.float32).reshape(2, -1, *out.shape[2:])
+                           for part in comm.gather(np.ascontiguousarray(out).tobytes(), "parts")], 1)
+
+
+def drawn_seeds(comm, q, k, v):
+    """The seeds of two runs that are given none."""
+    layer = longspan.Attention(comm, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], dtype="float32",
+                               max_queries=len(q), dropout_p=0.5)
+    drawn = []
+    for _ in range(2):
+        layer(q, longspan.shard(k, "contiguous", comm=comm), longspan.shard(v, "contiguous", comm=comm), total_keys=len(k))
+        drawn.append(layer.dropout_seed)
+    return drawn

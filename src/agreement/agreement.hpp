@@ -85,7 +85,7 @@ class RunDescription {
   enum class Digests { none, awaited, there };
   std::string text_of(const Array& array, Digests digests, std::uint64_t digest) const;
 
-  static constexpr int kMostValues = 40;
+  static constexpr int kMostValues = 48;
   std::array<Value, kMostValues> values_{};
   int count_ = 0;
   std::array<Array, kernels::DigestParams::kMostArrays> arrays_{};

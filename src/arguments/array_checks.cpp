@@ -256,6 +256,15 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
                          device);
   a.q_scale = scales_of(args.q_scale, "q_scale", a.batch, options.kv_heads, device);
   a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
+  a.dropout_seed = array_of<std::int64_t>(args.dropout_seed, "dropout_seed", -1, device);
+  if (a.dropout_seed != nullptr) {
+    require(args.dropout_seed.shape[0] == 1 || args.dropout_seed.shape[0] == 2,
+            "dropout_seed is {}; [1] or [2] is wanted: the seed, and the offset",
+            shape_text(args.dropout_seed));
+    a.dropout_seeds = static_cast<int>(args.dropout_seed.shape[0]);
+  }
+  a.dropout_sequences =
+      array_of<std::int32_t>(args.dropout_sequences, "dropout_sequences", a.batch, device);
   return a;
 }
 

@@ -22,6 +22,18 @@ void set_options(kernels::AttendParams& p, const Given& given) {
   p.bf16_products = given.dtypes.bf16_products;
 }
 
+/// The dropout of a layer, without a seed.
+inline kernels::Dropout attend_dropout(const Options& options) {
+  const double p = options.dropout.p;
+  kernels::Dropout dropout;
+  dropout.on = p > 0;
+  dropout.threshold = kernels::dropout_threshold(p);
+  dropout.wide_scale = 1 / (1 - p);
+  dropout.scale = static_cast<float>(dropout.wide_scale);
+  dropout.first_head = options.dropout.first_head;
+  return dropout;
+}
+
 /// Sets q, and the arrays of a run or a call other than its keys and values.
 inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
   p.q = token_rows_of(q);

@@ -150,6 +150,27 @@ void check_features(const AttentionArgs& args, const Options& options) {
                     options.queries ? "sharded queries" : "results by rows"));
 }
 
+/// Checks what runs with dropout may have: they are for training.
+void check_dropout(const AttentionArgs& args, const RunArrays& arrays, const Options& options,
+                   Device device) {
+  if (options.dropout.p > 0) {
+    const auto refuse = [](const char* what) {
+      throw Unsupported(fmt::format(
+          "dropout of {} is not supported: it is for training; make a layer without dropout.p to "
+          "serve",
+          what));
+    };
+    if (args.block_table) refuse("keys in pages (block_table)");
+    if (args.new_k || args.new_v) refuse("a run that appends to its cache (new_k, new_v)");
+    if (args.skip_decode) refuse("a run that leaves out sequences (skip_decode)");
+  }
+  if (device != Device::host) return;
+  for (int b = 0; arrays.dropout_sequences != nullptr && b < arrays.batch; ++b)
+    require(arrays.dropout_sequences[b] >= 0,
+            "dropout_sequences[{}] is {}; numbers of sequences are not negative", b,
+            arrays.dropout_sequences[b]);
+}
+
 /// Checks the contents of the table of `own` rows, on the host only. All ranks together have
 /// `rows`, which `whole` names.
 void check_row_table(const Shard& own, std::int64_t rows, std::int64_t entries, const char* whole) {
@@ -386,6 +407,7 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   check_quantised(dtypes.of_out(), "out", dtypes.compute, bool{args.out_scale}, "out_scale");
   if (dtypes.compute == DType::fp64) refuse_scales(arrays);
   check_features(args, options);
+  check_dropout(args, arrays, options, device);
   const std::int64_t rows =
       options.queries ? check_query_shard(args, arrays, options, world) : own_rows;
   if (options.results.part == ResultPart::rows) check_result_rows(args, arrays, options, device);

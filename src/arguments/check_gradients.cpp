@@ -111,6 +111,10 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   refuse_runs_without_gradients(run);
   require(run.lse || count_rows(run.q) == 0,
           "backward needs the lse that the run wrote; the run has none");
+  require(
+      options.dropout.p == 0 || run.dropout_seed,
+      "backward with dropout needs the dropout_seed of its run: the one that the run was given, "
+      "or the layer's own (Attention::dropout_seed)");
   const Checked checked = check_attention(run, options, world);
 
   if (args.dk_before_rope) check_angles_of_keys(run, options, checked.arrays);

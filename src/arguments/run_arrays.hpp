@@ -28,8 +28,11 @@ struct RunArrays {
   Slopes slopes;
   QqBias qq_bias;
   ScaleView q_scale, k_scale, v_scale;
-  const float* out_scale = nullptr;  // [1]
-  Rope rope;                         // without `turns`, which the layer has
+  const float* out_scale = nullptr;            // [1]
+  Rope rope;                                   // without `turns`, which the layer has
+  const std::int64_t* dropout_seed = nullptr;  // [dropout_seeds], 1 or 2
+  int dropout_seeds = 0;
+  const std::int32_t* dropout_sequences = nullptr;  // [batch]
 };
 
 }  // namespace longspan

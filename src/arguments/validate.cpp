@@ -99,6 +99,22 @@ void check_gradient_order(const Sharding& dealt, const char* what, int ranks) {
       name(dealt.layout), what, ranks, kSegment, kVirtualRanks));
 }
 
+void check_dropout(const Options& o) {
+  const double p = o.dropout.p;
+  usage(p >= 0 && p < 1,  // and not NaN
+        fmt::format("dropout.p is {}; it is a probability in [0, 1), and 0 means none", p));
+  const std::int64_t end = std::int64_t{o.dropout.first_head} + o.heads;
+  usage(
+      o.dropout.first_head >= 0 && end <= std::numeric_limits<std::int32_t>::max(),
+      fmt::format("dropout.first_head {} with heads {}: the numbers of heads are in 0 to 2^31 - 1",
+                  o.dropout.first_head, o.heads));
+  if (p == 0) return;
+  for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
+    if (is_fp8(dtype))
+      throw Unsupported(
+          fmt::format("dropout with {} tensors is not supported: it is for training", name(dtype)));
+}
+
 void check_gradient_options(const Options& o, int ranks) {
   for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
     if (is_fp8(dtype))
@@ -266,6 +282,7 @@ void check_values(const Options& o, int ranks) {
   usage(o.dout <= Dout::partial,
         fmt::format("dout of number {} is not one of {}", static_cast<int>(o.dout),
                     fmt::join(choice_names<Dout>(), ", ")));
+  check_dropout(o);
   if (o.gradients) check_gradient_options(o, ranks);
   usage(o.gradients || (o.dout == Dout::replicated && o.limits.max_qq_gradient == 0),
         "dout partial and max_qq_gradient are for gradients, which the layer does not have; set "

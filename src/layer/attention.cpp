@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -75,6 +77,8 @@ struct Attention::Impl {
   RotatedRows rotated;                // with RoPE
   std::optional<BiasGradients> bias_gradients;
   std::optional<PartialDout> partial_dout;
+  std::array<std::int64_t, 2> dropout_seed{};  // of the last run without one; the seed is rank 0's
+  std::int64_t dropout_runs = 0;               // such runs
   std::unique_ptr<Strategy> strategy;
   ExchangeInfo exchange;
   FaultBox faults;                     // on CUDA, with check_arrays
@@ -102,6 +106,7 @@ struct Attention::Impl {
       clock.emplace(kernels->timer(marks), marks);
     }
     listed.emplace(comm::transport_of(world), options);
+    if (options.dropout.p > 0) draw_seed();
     allocate();
     strategy->open(runs->layer());
     exchange = strategy->exchange();
@@ -111,6 +116,28 @@ struct Attention::Impl {
 
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
+
+  /// The seed of runs that are given none: rank 0 draws it.
+  void draw_seed() {
+    std::random_device source;
+    const std::uint64_t own = (std::uint64_t{source()} << 32) | source();
+    const std::vector<std::string> drawn =
+        world.gather(fmt::to_string(own >> 1), "seed of dropout");  // a number of int64
+    dropout_seed[0] = std::stoll(drawn.front());
+  }
+
+  /// The dropout of a run. Without a seed of its own it takes the next one of the layer.
+  kernels::Dropout next_dropout(const RunArrays& arrays) {
+    kernels::Dropout dropout = attend_dropout(options);
+    dropout.seed = arrays.dropout_seed;
+    dropout.seeds = arrays.dropout_seeds;
+    dropout.sequences = arrays.dropout_sequences;
+    if (!dropout || dropout.seed != nullptr) return dropout;
+    dropout_seed[1] = dropout_runs++;
+    dropout.own_seed = dropout_seed[0];
+    dropout.own_offset = dropout_seed[1];
+    return dropout;
+  }
 
   /// Whether the contents of small arrays are compared too: if that needs no read of GPU memory, or
   /// was asked for.
@@ -152,6 +179,7 @@ struct Attention::Impl {
     p.shard.rank = world.rank();
     p.shard.ranks = world.size();
     set_options(p, options);
+    p.dropout = attend_dropout(options);
     p.rope = rope_of(options.rope, {}, {}, world.device());
     p.invariant = options.invariant;
     p.max_kv_len = options.limits.max_kv_len;
@@ -309,10 +337,12 @@ struct Attention::Impl {
   Run make_run(const AttentionArgs& args, const Checked& checked, Stream stream,
                bool has_phases = true) {
     const bool timed = has_phases && clock.has_value();
+    kernels::AttendParams attend = attend_params(args, checked);
+    attend.dropout = next_dropout(checked.arrays);
     return {.args = args,
             .arrays = checked.arrays,
             .stream = stream,
-            .attend = attend_params(args, checked),
+            .attend = attend,
             .merge = merge_params(args, checked.arrays),
             .listed_keys = listed->counts(),
             .timed = timed,
@@ -412,6 +442,7 @@ Shard Attention::shard(std::int64_t length) const {
   return keys.resolve(length, impl_->world.rank(), impl_->world.size());
 }
 const ExchangeInfo& Attention::exchange() const { return impl_->exchange; }
+std::array<std::int64_t, 2> Attention::dropout_seed() const { return impl_->dropout_seed; }
 std::size_t Attention::workspace_bytes() const { return impl_->memory.bytes(); }
 
 Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : Phases{}; }

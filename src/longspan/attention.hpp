@@ -25,6 +25,7 @@
 /// some row, a row is a page: the table has one column.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -113,6 +114,13 @@ struct AttentionArgs {
                              ///< see nothing. Optional
   bool skip_decode = false;  ///< leaves out sequences of one query; their rows of out and lse stay
                              ///< untouched
+
+  /// With Options::dropout: [1] or [2] int64, the seed, and the offset in its numbers (0 if left
+  /// out). Not given: the layer takes its own (Attention::dropout_seed). A backward needs the one
+  /// of its run.
+  Tensor dropout_seed = {};
+  Tensor dropout_sequences = {};  ///< [batch] int32 numbers of the sequences in the mask; optional:
+                                  ///< 0, 1, ...
 };
 
 /// New keys and values for the cache: this rank writes those whose positions it holds. Token t of a
@@ -229,6 +237,11 @@ class Attention {
 
   /// Bytes of the workspace on this rank; see docs/reference/memory.md.
   std::size_t workspace_bytes() const;
+
+  /// With Options::dropout: the seed and the offset of the last run without a dropout_seed, which
+  /// its backward needs. Rank 0 drew the seed when the layer was made; the offset counts such runs,
+  /// from 0 on. A graph replays with the ones of its capture: to change them, give a dropout_seed.
+  std::array<std::int64_t, 2> dropout_seed() const;
 
   /// With Debug::profile: the times of the last run's phases; without it zeros.
   Phases phases() const;

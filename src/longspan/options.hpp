@@ -65,6 +65,19 @@ struct ScoreOptions {
   bool operator==(const ScoreOptions&) const = default;
 };
 
+/// Dropout of attention's weights, for training: a weight is kept with probability 1 - p, times
+/// 1 / (1 - p) in fp32 (of fp64: in fp64). Which ones are kept is a function of the seed, the
+/// sequence, the head and the positions of query and key alone, never of ranks, strategies or
+/// devices (docs/guides/training.md has it in NumPy). lse and a sink have no dropout.
+struct DropoutOptions {
+  double p = 0;        ///< probability that a weight is dropped, in [0, 1); 0: off
+  int first_head = 0;  ///< the number of the layer's first head in the mask, where the heads are a
+                       ///< part of a model's (tensor parallel)
+
+  /// Whether all members are equal.
+  bool operator==(const DropoutOptions&) const = default;
+};
+
 /// RoPE: rotates queries, and new keys as they are appended, by their positions (rope.hpp). Keys
 /// that are already in the cache, or given without new_k, are rotated already.
 struct RopeOptions {
@@ -178,6 +191,7 @@ struct Options {
   Mask mask = {};                     ///< which keys a query sees
   ScoreOptions score = {};            ///< how scores are made from q.k
   RopeOptions rope = {};              ///< how positions rotate q and new keys; off by default
+  DropoutOptions dropout = {};        ///< which weights are dropped; none by default
   Limits limits = {};                 ///< the largest run
 
   Sharding keys = {};  ///< how the keys of each sequence are distributed over the ranks

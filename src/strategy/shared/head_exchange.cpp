@@ -305,6 +305,7 @@ void HeadExchange::attend_to(Pass& pass, const HeadShare& some) const {
   p.k_scale = p.k_scale.from_head(some.kv.begin);
   p.v_scale = p.v_scale.from_head(some.kv.begin);
   p.bias.slopes = slopes_from(p.bias.slopes, some.query.begin);
+  p.dropout.first_head += some.query.begin;
   if (pass.bias_sums.slopes != nullptr) pass.bias_sums.slopes += some.query.begin;
   pass.merge.heads = p.heads;
   pass.merge.state_heads = pass.merge.first_head = 0;

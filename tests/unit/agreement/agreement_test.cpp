@@ -193,6 +193,8 @@ const std::map<std::string, OptionCase> kOptions{
     {"rope.interleaved", {[](Options& o) { o.rope.interleaved = true; }}},
     {"rope.base", {[](Options& o) { o.rope.base = 500; }}},
     {"rope.scale", {[](Options& o) { o.rope.scale = 2; }}},
+    {"dropout.p", {[](Options& o) { o.dropout.p = 0.5; }}},
+    {"dropout.first_head", {[](Options& o) { o.dropout.first_head = 8; }}},
     {"limits.max_tokens", {[](Options& o) { o.limits.max_tokens = 5; }}},
     {"limits.max_batch", {[](Options& o) { o.limits.max_batch = 5; }}},
     {"limits.max_kv_len", {[](Options& o) { o.limits.max_kv_len = 5; }}},
@@ -275,7 +277,8 @@ struct Everything {
   std::vector<float> sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, out_scale{2};
   std::vector<float> bias = std::vector<float>(kTokens * kTokens, 0.5f);
   std::vector<float> angles = std::vector<float>(40 * kDim / 2, 0.5f);
-  std::vector<std::int32_t> padding{1, 2}, used{2, 1};
+  std::vector<std::int32_t> padding{1, 2}, used{2, 1}, numbers{0, 1};
+  std::vector<std::int64_t> seed{5, 6};
   std::vector<std::int64_t> documents{0, 3, 9, 2, 3, 3}, ranges{0, 10, 20, 0, 10, 30},
       rows{0, 2, 4};
   Options options{.heads = kHeads,
@@ -292,7 +295,7 @@ struct Everything {
     const int batch = kind == Of::batch ? 2 : 1;
     if (batch == 1)
       start = {0, 4}, lens = {20}, ranges = {0, 10, 20}, causal = {1}, documents = {0, 3, 9},
-      padding = {1}, used = {2};
+      padding = {1}, used = {2}, numbers = {1};
     AttentionArgs& a = args;
     a.q = Tensor(q.data(), {kTokens, kHeads, kDim});
     a.k = a.v = a.new_k = a.new_v = Tensor(keys.data(), {kTokens, kHeads, kDim});
@@ -322,6 +325,8 @@ struct Everything {
     a.left_padding = Tensor(padding.data(), {batch});
     a.query_len = Tensor(used.data(), {batch});
     a.rope_cos = a.rope_sin = Tensor(angles.data(), {40, kDim / 2});
+    a.dropout_seed = Tensor(seed.data(), {2});
+    a.dropout_sequences = Tensor(numbers.data(), {batch});
   }
   Everything(const Everything&) = delete;
 
@@ -335,15 +340,23 @@ struct Everything {
   /// The arrays whose contents are compared.
   std::map<std::string, std::span<std::byte>> contents() {
     const auto bytes = [](auto& values) { return std::as_writable_bytes(std::span(values)); };
-    std::map<std::string, std::span<std::byte>> all{
-        {"query_start", bytes(start)},   {"key_table", bytes(ranges)},
-        {"query_table", bytes(rows)},    {"kv_len", bytes(lens)},
-        {"q_scale", bytes(q_scales)},    {"k_scale", bytes(k_scales)},
-        {"v_scale", bytes(v_scales)},    {"out_scale", bytes(out_scale)},
-        {"sinks", bytes(sinks)},         {"slopes", bytes(slopes)},
-        {"qq_bias", bytes(bias)},        {"causal", bytes(causal)},
-        {"documents", bytes(documents)}, {"left_padding", bytes(padding)},
-        {"query_len", bytes(used)}};
+    std::map<std::string, std::span<std::byte>> all{{"query_start", bytes(start)},
+                                                    {"key_table", bytes(ranges)},
+                                                    {"query_table", bytes(rows)},
+                                                    {"kv_len", bytes(lens)},
+                                                    {"q_scale", bytes(q_scales)},
+                                                    {"k_scale", bytes(k_scales)},
+                                                    {"v_scale", bytes(v_scales)},
+                                                    {"out_scale", bytes(out_scale)},
+                                                    {"sinks", bytes(sinks)},
+                                                    {"slopes", bytes(slopes)},
+                                                    {"qq_bias", bytes(bias)},
+                                                    {"causal", bytes(causal)},
+                                                    {"documents", bytes(documents)},
+                                                    {"left_padding", bytes(padding)},
+                                                    {"query_len", bytes(used)},
+                                                    {"dropout_seed", bytes(seed)},
+                                                    {"dropout_sequences", bytes(numbers)}};
     if (!args.query_table) all.erase("query_table");
     if (!args.kv_len) all.erase("kv_len");
     return all;
@@ -378,6 +391,7 @@ const std::multimap<std::string, RunCase> kRuns{
        a.query_start.shape[0] = 2;
        a.kv_len.shape[0] = a.causal.shape[0] = a.key_table.shape[0] = 1;
        a.documents.shape[0] = a.left_padding.shape[0] = a.query_len.shape[0] = 1;
+       a.dropout_sequences.shape[0] = 1;
      })},
     {"block_table", with([](Everything& e) { e.pages[0] = 1; })},
     {"block_table", with([](Everything& e) { e.args.block_table.shape[1] = 2; })},
@@ -425,6 +439,11 @@ const std::multimap<std::string, RunCase> kRuns{
     {"query_len", with([](Everything& e) { e.args.query_len = {}; })},
     {"query_len", with([](Everything& e) { e.used[0] = 1; })},
     {"skip_decode", with([](Everything& e) { e.args.skip_decode = true; })},
+    {"dropout_seed", with([](Everything& e) { e.args.dropout_seed = {}; })},
+    {"dropout_seed", with([](Everything& e) { e.args.dropout_seed.shape[0] = 1; })},
+    {"dropout_seed", with([](Everything& e) { e.seed[1] = 3; })},
+    {"dropout_sequences", with([](Everything& e) { e.args.dropout_sequences = {}; })},
+    {"dropout_sequences", with([](Everything& e) { e.numbers[1] = 3; })},
 };
 
 TEST(Agreement, EveryFieldOfARunIsComparedOrMayDiffer) {

@@ -276,7 +276,7 @@ def attend(
     """
     if _is_recorded(q, k, v, sinks, alibi_slopes):
         arguments = locals()
-        from .torch._train import attend_tensors
+        from .torch._attention import attend_tensors
 
         return attend_tensors(**arguments)
     if comm is ALONE:

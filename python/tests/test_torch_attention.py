@@ -250,7 +250,7 @@ def sdpa(q=Q, k=Q, v=None, **options):
     (lambda: sdpa(Q[:, :, :3], attn_mask=causal_upper_left(3, 6), causal_alignment="lower_right"), longspan.InputError,
      "attn_mask is causal_upper_left, and causal_alignment is 'lower_right'"),
     (lambda: lt.ContextParallelAttention(causal_alignment="middle"), longspan.InputError, "causal_alignment is 'middle'"),
-    (lambda: sdpa(dropout_p=0.5), longspan.UnsupportedError, "dropout_p"),
+    (lambda: sdpa(dropout_p=1.5), longspan.InputError, "dropout_p is 1.5"),
     (lambda: sdpa(Q[:, :, :3], is_causal=True), longspan.InputError, "3 tokens and key has 6.*'upper_left'"),
     (lambda: sdpa(causal_alignment="middle"), longspan.InputError, "causal_alignment"),
     (lambda: sdpa(keys="spiral"), longspan.InputError, "keys is 'spiral'"),

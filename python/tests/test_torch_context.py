@@ -112,7 +112,7 @@ def inside(call, **options):
     (lambda: inside(None, layout=3), TypeError, "layout is of type 'int'"),
     (lambda: inside(lambda f: f(Q, Q, Q, X)), NotImplementedError, "attn_mask"),
     (lambda: inside(lambda f: f(Q, Q, Q, attn_mask=X)), NotImplementedError, "attn_mask"),
-    (lambda: inside(lambda f: f(Q, Q, Q, dropout_p=0.1)), NotImplementedError, "dropout_p is 0.1"),
+    (lambda: inside(lambda f: f(Q, Q, Q, dropout_p=1.5)), longspan.InputError, "dropout_p is 1.5"),
     (lambda: inside(lambda f: f(Q.repeat(1, 2, 1, 1), Q, Q)), longspan.InputError, "enable_gqa"),
     (lambda: inside(lambda f: f(Q, Q[:, :, :2], Q[:, :, :2], is_causal=True)), longspan.InputError, "upper_left"),
     (lambda: set_rotate_method("carousel"), NotImplementedError, "carousel"),

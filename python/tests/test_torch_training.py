@@ -185,12 +185,12 @@ def test_operators():
     q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
     name = lt._groups.name_of(None, None, "cpu")
     sinks = torch.randn(2, requires_grad=True)
-    for terms in ((None,) * 4, (sinks, None, None, None)):
+    for terms in ((None,) * 5, (sinks, None, None, None, None)):
         torch.library.opcheck(OPS.attend_train.default, (q, k, v, *terms, name), dict(causal=True))
     with torch.no_grad():
-        out, lse = OPS.attend_train(q, k, v, None, None, None, None, name)
+        out, lse = OPS.attend_train(q, k, v, *(None,) * 5, name)
         torch.library.opcheck(OPS.attend_backward.default,
-                              tuple(t.detach() for t in (out, lse, q, k, v, out, lse)) + (None,) * 4
+                              tuple(t.detach() for t in (out, lse, q, k, v, out, lse)) + (None,) * 5
                               + (False, False, name))
 
 

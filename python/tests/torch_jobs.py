@@ -685,3 +685,28 @@ def ring_flash_attention(group):
             torch.testing.assert_close(found, own(right.detach()), rtol=2e-5, atol=2e-5)
             grad, = torch.autograd.grad(found, qkv, own(dout))
             torch.testing.assert_close(grad, own(wanted_grad), rtol=5e-5, atol=5e-5)
+
+
+def dropout_of_a_call(group, layout, batch):
+    """Every number of ranks draws the seed of one process, and has its mask: the same results and gradients."""
+    rank, ranks = group.rank(), group.size()
+    whole = [t.requires_grad_() for t in inputs(7, batch, 4, 2, 61, 61, 16)]
+    dout = randn(11, batch, 4, 61, 16)
+
+    def own(t):
+        return longspan.shard(t, lt._layouts.rule_of(layout), rank=rank, ranks=ranks, dim=2)
+
+    def call(tensors, **where):
+        torch.manual_seed(3 if where.get("comm") or rank == 0 else 4)  # rank 0's counts
+        return lt.scaled_dot_product_attention(*tensors, dropout_p=0.4, is_causal=True, enable_gqa=True, **where)
+
+    alone = longspan.alone()
+    right = call(whole, comm=alone)
+    wanted = torch.autograd.grad((right * dout).sum(), whole)
+    parts = [own(t.detach()).requires_grad_() for t in whole]
+    found = call(parts, group=group, keys=layout)
+    torch.testing.assert_close(found, own(right), rtol=1e-5, atol=1e-5)
+    for one, of_all in zip(torch.autograd.grad((found * own(dout)).sum(), parts), wanted):
+        torch.testing.assert_close(one, own(of_all), rtol=2e-5, atol=2e-5)
+    plain = lt.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True, group=group, keys=layout)
+    assert found.numel() == 0 or (plain - found).abs().max() > 0.1

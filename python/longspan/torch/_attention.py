@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from longspan import Communicator, InputError, Sharding, UnsupportedError
+from longspan import Communicator, InputError, Sharding, UnsupportedError, attend
+from longspan._attention import ALONE
+from longspan._communicators import warn_of_others
 from longspan._shards import _cuts, contradiction, refuse
 
-from ._groups import Ranks, known, name_of
+from ._groups import Ranks, alone_name, known, name_of
 from ._layouts import layout_text, rule_of, shard_of, unshard_of
-from ._ops import attend as _attend, attend_lse as _attend_lse
+from ._ops import agreed_seed, attend as _attend, attend_lse as _attend_lse
 from ._train import attend_recorded, wants_grad
 from ._transforms import refuse_tangent
 
@@ -111,6 +114,7 @@ def scaled_dot_product_attention(
     invariant: bool = False,
     strategy: str = "auto",
     return_lse: bool = False,
+    dropout_seed: Tensor | None = None,
 ) -> Any:
     """torch.nn.functional.scaled_dot_product_attention over keys and values of all ranks.
 
@@ -127,7 +131,8 @@ def scaled_dot_product_attention(
         attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...) or causal_upper_left(...),
             of the lengths over all ranks or of this rank's. Others, such as masks of numbers, are
             refused.
-        dropout_p: 0; others are refused.
+        dropout_p: drop weights with this probability, in [0, 1). The mask is a function of the seed, the sequence's
+            number in the batch, the head and the positions alone: the same for any number of ranks.
         is_causal: a token sees keys up to its own position in the whole sequence. With as many query
             tokens as keys there is one meaning; otherwise is_causal is refused without
         causal_alignment: "upper_left": the rows are the first tokens, as torch counts with is_causal;
@@ -156,7 +161,10 @@ def scaled_dot_product_attention(
         strategy: a name of longspan.strategies(). "auto" takes on GPUs the fastest by the cost
             model; on CPUs it sends whichever is fewer bytes: keys and values, or query rows and
             states.
-        return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms.
+        return_lse: return (out, lse), lse [batch, heads, tokens] float32, natural logarithms. It has no dropout.
+        dropout_seed: [1] or [2] int64, seed and offset of dropout_p, on the query's device, the same on all ranks. None
+            draws them: rank 0 from torch's generator of that device, which costs a round of messages in each call. So
+            torch.manual_seed, and its state in a checkpoint, repeat them, and torch.utils.checkpoint does.
 
     On CPUs autograd differentiates it, with respect to query, key, value, sinks and alibi_slopes, also of
     lse. The backward is collective, as the call is: all ranks make the same ones in the same order. A rank
@@ -164,7 +172,7 @@ def scaled_dot_product_attention(
     the same on all ranks.
 
     Raises:
-        UnsupportedError: attn_mask, dropout_p; on GPUs tensors that require grad; second derivatives, forward
+        UnsupportedError: attn_mask; on GPUs tensors that require grad; second derivatives, forward
             mode, torch.func.grad, jvp ... (vmap works).
         InputError: tensors that do not fit; lengths that do not fit the layout.
         UsageError: ranks differ in the options. RankError: a rank died or did not come.
@@ -179,8 +187,7 @@ def scaled_dot_product_attention(
     _check_alignment(causal_alignment, (None, "lower_right", "upper_left"))
     if attn_mask is not None:
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
-    if dropout_p:
-        raise UnsupportedError(f"dropout_p is {dropout_p}; dropout is not supported")
+    _check_dropout(dropout_p)
     try:
         device = query.device.type
         name = name_of(comm, group, device)
@@ -194,10 +201,27 @@ def scaled_dot_product_attention(
             _check(query, key, value, -3)
         return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, cache_leftpad, None, total_keys,
-                    total_queries, is_causal and causal_alignment is None, invariant, strategy, causal_alignment)
+                    total_queries, is_causal and causal_alignment is None, invariant, strategy, causal_alignment,
+                    dropout_p, dropout_seed)
     except Exception:
         _check(query, key, value, -3)
         raise
+
+
+def _check_dropout(p: float) -> None:
+    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymFloat)):
+        raise TypeError(f"dropout_p is of type '{type(p).__name__}'; a number is wanted")
+    if not 0 <= p < 1:
+        raise InputError(f"dropout_p is {p}; it is a probability in [0, 1), and 0 means none")
+
+
+def _check_seed(seed: Tensor, q: Tensor) -> None:
+    if not isinstance(seed, Tensor):
+        raise TypeError(f"dropout_seed is of type '{type(seed).__name__}'; a tensor is wanted")
+    if seed.dtype != torch.int64 or seed.dim() != 1 or seed.shape[0] not in (1, 2):
+        raise InputError(f"dropout_seed is {list(seed.shape)} of {seed.dtype}; [1] or [2] of torch.int64 is wanted")
+    if seed.device != q.device:
+        raise InputError(f"dropout_seed lies on {seed.device}, and query on {q.device}")
 
 
 def _check_alignment(alignment: str | None, known: tuple) -> None:
@@ -221,7 +245,7 @@ def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
 
 def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
          sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy,
-         alignment):
+         alignment, dropout_p, dropout_seed):
     """Heads are in dimension -3, as in torch, or -2."""
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
@@ -234,6 +258,12 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["softmax_scale"] = scale
     if softcap:
         options["softcap"] = softcap
+    if dropout_p:
+        if dropout_seed is None:
+            dropout_seed = agreed_seed(name, q.device)
+        else:
+            _check_seed(dropout_seed, q)
+        options["dropout_p"], options["dropout_seed"] = float(dropout_p), dropout_seed
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
     if sinks is not None:
@@ -265,6 +295,33 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
     if not return_lse:
         return out.transpose(-3, -2) if heads_dim == -3 else out
     return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
+
+
+_DEFAULTS = {name: argument.default for name, argument in inspect.signature(attend).parameters.items()}
+
+
+def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, causal, softmax_scale, window_size, causal_alignment, softcap,
+                   alibi_slopes, sinks, documents, cache_leftpad, keys, queries, total_keys, total_queries, invariant, strategy,
+                   return_lse, dropout_p, dropout_seed, **others) -> Any:
+    """longspan.attend of tensors that require grad."""
+    for name, given in others.items():
+        if isinstance(given, Tensor) or given != _DEFAULTS[name]:
+            raise UnsupportedError(f"{name} is given, and the call is recorded for a backward, in which it is not supported: "
+                                   "leave it out, or call it under torch.no_grad()")
+    if not isinstance(causal, bool):
+        raise UnsupportedError("causal has a flag for each sequence, and the call is recorded for a backward, in which that is "
+                               "not supported: give True or False, or call it under torch.no_grad()")
+    if comm is None:
+        warn_of_others("attend")
+    name = alone_name(q.device.type) if comm in (None, ALONE) else name_of(comm, None, q.device.type)
+    refuse(contradiction(q, k, v, comm=known(name).comm, keys=keys, queries=queries, total_keys=total_keys,
+                         total_queries=total_queries)[2])
+    _check_dropout(dropout_p)
+    arrays = (t if t is None else torch.as_tensor(t) for t in (alibi_slopes, sinks, documents, cache_leftpad))
+    if dropout_seed is not None:
+        dropout_seed = torch.as_tensor(dropout_seed)
+    return _run(q, k, v, -2, return_lse, name, keys, queries, causal, softmax_scale, window_size, softcap, *arrays, None,
+                total_keys, total_queries, False, invariant, strategy, causal_alignment, dropout_p, dropout_seed)
 
 
 def _constants(alibi_slopes: Tensor | None) -> Tensor | None:
@@ -311,6 +368,8 @@ class ContextParallelAttention(torch.nn.Module):
             checkpoint would bring them back.
         sinks: [heads] learned sinks, or None. A Parameter stays one, another tensor becomes a buffer; both are
             in the state_dict. As any weight they have no values after to_empty() until load_state_dict().
+        dropout_p: as in scaled_dot_product_attention, while the layer trains (train()); eval() has none. Its seeds are
+            drawn from torch's generator, whose state a checkpoint keeps.
         invariant, strategy: as in scaled_dot_product_attention.
 
     >>> import torch, longspan.torch
@@ -326,8 +385,10 @@ class ContextParallelAttention(torch.nn.Module):
                  causal_alignment: str = "lower_right", softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
                  alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-                 invariant: bool = False, strategy: str = "auto"):
+                 invariant: bool = False, strategy: str = "auto", dropout_p: float = 0.0):
         super().__init__()
+        _check_dropout(dropout_p)
+        self.dropout_p = dropout_p
         if format not in ("bhtd", "bthd"):
             raise InputError(f"format is {format!r}; 'bhtd' and 'bthd' are supported")
         _check_alignment(causal_alignment, ("lower_right", "upper_left"))
@@ -358,7 +419,7 @@ class ContextParallelAttention(torch.nn.Module):
                 documents: Tensor | None = None, cache_leftpad: Tensor | None = None,
                 cache_seqlens: Tensor | None = None,
                 total_keys: int | None = None, total_queries: int | None = None,
-                return_lse: bool = False) -> Any:
+                return_lse: bool = False, dropout_seed: Tensor | None = None) -> Any:
         """The result for the rows of `query`, in the layer's format.
 
         Args:
@@ -370,6 +431,7 @@ class ContextParallelAttention(torch.nn.Module):
                 value are caches with room to spare; of any layout but contiguous.
             total_keys, total_queries: tokens over all ranks; None asks the ranks.
             return_lse: return (out, lse), lse of the format without its last dimension.
+            dropout_seed: as in scaled_dot_product_attention.
 
         Raises:
             As scaled_dot_product_attention.
@@ -388,7 +450,8 @@ class ContextParallelAttention(torch.nn.Module):
             return _run(query, key, value, heads_dim, return_lse, name, self.layout,
                         queries, self.causal, self.softmax_scale, self.window_size, self.softcap, self.alibi_slopes,
                         sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, False,
-                        self.invariant, self.strategy, self.causal_alignment)
+                        self.invariant, self.strategy, self.causal_alignment,
+                        self.dropout_p if self.training else 0.0, dropout_seed)
         except Exception:
             _check(query, key, value, heads_dim)
             raise
@@ -410,4 +473,5 @@ class ContextParallelAttention(torch.nn.Module):
         return dim % tensor.dim()
 
     def extra_repr(self) -> str:
-        return f"{self.comm}, format={self.format}, layout={self.layout}, causal={self.causal}"
+        dropout = f", dropout_p={self.dropout_p}" if self.dropout_p else ""
+        return f"{self.comm}, format={self.format}, layout={self.layout}, causal={self.causal}{dropout}"

@@ -27,6 +27,7 @@ _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
     Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None,
     Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,
+    float dropout_p=0.0, Tensor? dropout_seed=None,
     str keys='contiguous', str queries='', SymInt? total_keys=None,
     SymInt? total_queries=None, bool equal_lengths=False, bool invariant=False,
     str strategy='auto', str exchange='auto'"""
@@ -168,6 +169,8 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
     of_sequences = {name: options.pop(name) for name in _OF_SEQUENCES if isinstance(options.get(name), Tensor)}
     for b in range(batch):
         options |= {name: t if name == "documents" and t.dim() == 1 else t[b:b + 1] for name, t in of_sequences.items()}
+        if options.get("dropout_p"):
+            options["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
         own_q, own_k, own_v, own_out, own_lse = (t if t is None or q.dim() == 3 else t[b]
                                                  for t in (q, k, v, out, lse))
         longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,
@@ -237,6 +240,25 @@ def _results(q: Tensor, v: Tensor, with_lse: bool, k: Tensor | None = None):
     if not with_lse:
         return out
     return out, q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+
+
+def agreed_seed(comm: str, device: torch.device) -> Tensor:
+    """[seed, offset] int64 that rank 0 draws from torch's generator of the device. Every rank draws, so that generators
+    stay together. Collective."""
+    own = torch.randint(2 ** 63 - 1, (2,), dtype=torch.int64, device=device)
+    return torch.ops.longspan.seed_of_rank_0.default(own, comm)
+
+
+def _seed_kernel(own, comm):
+    world = known(comm)
+    if world.size == 1:
+        return own.clone()
+    mine = b"%d %d" % tuple(own.tolist())
+    return torch.tensor([int(n) for n in world.comm.gather(mine, "seed of dropout")[0].split()], device=own.device)
+
+
+def _fake_seed(own, comm):
+    return own.new_empty(2)
 
 
 def _check_fakes(**tensors):
@@ -318,6 +340,7 @@ def _define(name: str, schema: str, kernel, fake) -> None:
     _transforms.register(library, name)
 
 
+_define("seed_of_rank_0", "Tensor own, str comm) -> Tensor", _seed_kernel, _fake_seed)
 _define("attend", f"Tensor q, Tensor k, Tensor v, str comm, {_OPTIONS}) -> Tensor", _attend_kernel, _fake_attend)
 _define("attend_lse", f"Tensor q, Tensor k, Tensor v, str comm, {_OPTIONS}) -> (Tensor, Tensor)",
         _attend_lse_kernel, _fake_attend_lse)

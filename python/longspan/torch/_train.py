@@ -1,6 +1,6 @@
 """Attention with a rule for torch's autograd.
 
-    attend_train      q, k, v, sinks, slopes  ->  out, lse
+    attend_train      q, k, v, sinks, slopes  ->  out, lse     (with dropout by a seed, which is kept)
     attend_backward   dout, dlse, and all of these  ->  dq, dk, dv, dsinks, dslopes
 
 Autograd keeps the tensors of a call and nothing else. The backward runs a layer of its own, which
@@ -9,30 +9,25 @@ the communicator keeps. Both operators are collective.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor
 
 import longspan
 from longspan import UnsupportedError
-from longspan._attention import ALONE
-from longspan._communicators import warn_of_others
-from longspan._shards import contradiction, refuse
 
-from ._groups import Known, alone_name, known, name_of
-from ._layouts import Lengths, layout_text
+from ._groups import Known, known
+from ._layouts import Lengths
 from ._ops import _attend, _define, _keys_as_read, _results, _rounded, _shares, library
 
 _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0,
-    str keys='contiguous', str queries='',
+    float dropout_p=0.0, str keys='contiguous', str queries='',
     SymInt? total_keys=None, SymInt? total_queries=None, bool equal_lengths=False,
     bool invariant=False, str strategy='auto'"""
-_WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right", "softcap", "keys",
-                             "queries", "total_keys", "total_queries", "equal_lengths", "invariant", "strategy"))
-_TERMS = "Tensor? sinks, Tensor? alibi_slopes, Tensor? documents, Tensor? cache_leftpad"
-_OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "cache_leftpad")  # in the order of _TERMS
+_WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right", "softcap",
+                             "dropout_p", "keys", "queries", "total_keys", "total_queries", "equal_lengths", "invariant", "strategy"))
+_TERMS = "Tensor? sinks, Tensor? alibi_slopes, Tensor? documents, Tensor? cache_leftpad, Tensor? dropout_seed"
+_OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "cache_leftpad", "dropout_seed")  # in the order of _TERMS
 _MOST_LAYERS = 16  # of a communicator: as many shapes may take turns
 
 
@@ -54,34 +49,12 @@ def attend_recorded(q: Tensor, k: Tensor, v: Tensor, comm: str, **options) -> tu
     return torch.ops.longspan.attend_train.default(q, k, v, *terms, comm, **options)
 
 
-_DEFAULTS = {name: p.default for name, p in inspect.signature(longspan.attend).parameters.items()}
-
-
-def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, keys, queries, window_size, causal, return_lse: bool, **others):
-    """longspan.attend of tensors that require grad."""
-    name = alone_name(q.device.type) if comm in (None, ALONE) else name_of(comm, None, q.device.type)
-    if comm is None:
-        warn_of_others("attend")
-    refuse(contradiction(q, k, v, comm=known(name).comm, keys=keys, queries=queries, total_keys=others["total_keys"],
-                         total_queries=others["total_queries"])[2])
-    if not isinstance(causal, bool):
-        raise UnsupportedError("causal has a flag for each sequence, and the call is recorded for a backward, in which that is "
-                               "not supported: give True or False, or call it under torch.no_grad()")
-    given = {one: value for one, value in others.items() if isinstance(value, Tensor) or value != _DEFAULTS[one]}
-    given |= {one: torch.as_tensor(given[one]) for one in _OF_ARRAYS if one in given}
-    given |= dict(causal=causal, keys=layout_text(keys, "keys"), window_left=window_size[0], window_right=window_size[1])
-    if queries is not None:
-        given["queries"] = layout_text(queries, "queries")
-    out, lse = attend_recorded(q, k, v, name, **given)
-    return (out, lse) if return_lse else out
-
-
-def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, comm, **options):
+def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, **options):
     return _attend(q, k, v, comm, return_lse=True, sinks=sinks, alibi_slopes=alibi_slopes, documents=documents,
-                   cache_leftpad=cache_leftpad, **options)
+                   cache_leftpad=cache_leftpad, dropout_seed=dropout_seed, **options)
 
 
-def _fake_forward(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, comm, **options):
+def _fake_forward(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, **options):
     return _results(q, v, True)
 
 
@@ -107,9 +80,9 @@ def _layer(world: Known, q, k, v, keys, queries, most_rows, most_keys, options) 
     return layer
 
 
-def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, wants_sinks,
-                     wants_slopes, comm, *, causal=False, causal_alignment="lower_right", softmax_scale=None,
-                     window_left=-1, window_right=-1, softcap=0.0, keys="contiguous", queries="", total_keys=None,
+def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
+                     wants_sinks, wants_slopes, comm, *, causal=False, causal_alignment="lower_right", softmax_scale=None,
+                     window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, keys="contiguous", queries="", total_keys=None,
                      total_queries=None, equal_lengths=False, invariant=False, strategy="auto"):
     world = known(comm)
     dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
@@ -119,7 +92,8 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
     if batch == 0:
         return dq, dk, dv, dsinks, dslopes
     options = dict(causal=causal, causal_alignment=causal_alignment, softmax_scale=softmax_scale,
-                   window_size=(window_left, window_right), softcap=softcap, invariant=invariant, strategy=strategy)
+                   window_size=(window_left, window_right), softcap=softcap, dropout_p=dropout_p, invariant=invariant,
+                   strategy=strategy)
     q, out, dout, lse = (t.contiguous() for t in (q, out, dout, lse))
     dlse = None if dlse is None else dlse.contiguous()
     k, v = _keys_as_read(k, v)
@@ -127,7 +101,7 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
         k, v = k.contiguous(), v.clone(memory_format=torch.contiguous_format)
     terms = {name: t.contiguous() for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if t is not None}
     given = dict(dsinks=dsinks if wants_sinks else None, dalibi_slopes=dslopes if wants_slopes else None,
-                 accumulate=True, **terms)
+                 dropout_seed=dropout_seed, accumulate=True, **terms)
     of_sequences = {name: t.contiguous() for name, t in (("documents", documents), ("cache_leftpad", cache_leftpad))
                     if t is not None}
     if world.size == 1:
@@ -147,6 +121,8 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
         parts = [t if t is None or q.dim() == 3 else t[b].contiguous() for t in (dout, q, k, v, out, lse, dlse)]
         own = {name: t if q.dim() == 3 or (name == "documents" and t.dim() == 1) else t[b:b + 1]
                for name, t in of_sequences.items()}
+        if dropout_p:
+            own["dropout_sequences"] = [b]
         gradients = [t if q.dim() == 3 else t[b] for t in (dq, dk, dv)]
         layer = _layer(world, *parts[1:4], of_keys.layout, of_rows.layout if queries else None, most_rows,
                        of_keys.total, options)
@@ -154,7 +130,7 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
     return dq, dk, dv, dsinks, dslopes
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, wants_sinks,
+def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks,
                    wants_slopes, comm, **options):
     return (*(t.new_empty(t.shape) for t in (q, k, v)),
             sinks.new_empty(sinks.shape) if wants_sinks else q.new_empty(0),
@@ -186,7 +162,7 @@ def _backward(ctx, dout, dlse):
     wants_sinks, wants_slopes = ctx.needs_input_grad[3:5]
     dq, dk, dv, dsinks, dslopes = torch.ops.longspan.attend_backward.default(
         dout, dlse, *tensors, wants_sinks, wants_slopes, ctx.comm, **ctx.options)
-    return dq, dk, dv, dsinks if wants_sinks else None, dslopes if wants_slopes else None, None, None, None
+    return dq, dk, dv, dsinks if wants_sinks else None, dslopes if wants_slopes else None, None, None, None, None
 
 
 torch.library.register_autograd("longspan::attend_train", _backward, setup_context=_setup, lib=library)

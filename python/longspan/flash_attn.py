@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from ._attention import attend
 from ._errors import InputError, UnsupportedError
-from ._names import check_shape, refuse
+from ._names import check_shape
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from ._attention import Array, Layout, Numbers
     from ._core import Communicator, Sharding
-
-_NO_DROPOUT = "it computes attention without dropout"
-
 
 def flash_attn_func(q: Array, k: Array, v: Array, dropout_p: float = 0.0, softmax_scale: float | None = None,
                     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -33,7 +30,8 @@ def flash_attn_func(q: Array, k: Array, v: Array, dropout_p: float = 0.0, softma
     Args:
         q: [batch, tokens, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]. With causal or a window the last row
             of q is at the last key (lower right).
-        dropout_p: 0; others are refused.
+        dropout_p: drop weights with this probability, on CPUs, by a mask of positions (longspan.attend's dropout_p). Its
+            seed is drawn on the first rank; of tensors that require grad from torch's generator.
         softmax_scale, window_size, softcap: as in longspan.attend. alibi_slopes: [heads] or [batch, heads].
         return_attn_probs: return (out, softmax_lse, None), softmax_lse [batch, heads, tokens] float32; flash-attention's
             third result has numbers for tests with dropout only.
@@ -52,11 +50,10 @@ def flash_attn_func(q: Array, k: Array, v: Array, dropout_p: float = 0.0, softma
     >>> flash_attn_func(q, k, v, causal=True).shape
     (2, 9, 4, 16)
     """
-    refuse("flash_attn_func", _NO_DROPOUT, dropout_p=(dropout_p, 0.0))
     for name, array in (("q", q), ("k", k), ("v", v)):
         check_shape(name, array, (None,) * 4, "[batch, tokens, heads, head_dim]")
     made = attend(q, k, v, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-                  alibi_slopes=alibi_slopes, return_lse=return_attn_probs, **_sharded(comm, layout))
+                  alibi_slopes=alibi_slopes, dropout_p=dropout_p, return_lse=return_attn_probs, **_sharded(comm, layout))
     return _three(made, (0, 2, 1)) if return_attn_probs else made
 
 
@@ -120,12 +117,11 @@ def flash_attn_varlen_func(q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu
     >>> flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True).shape
     (9, 4, 16)
     """
-    refuse("flash_attn_varlen_func", _NO_DROPOUT, dropout_p=(dropout_p, 0.0))
     check_shape("q", q, (None,) * 3, "[total_q, heads, head_dim]")
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_shape(name, starts, (None,), "[batch + 1]")
     given = dict(softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-                 return_lse=return_attn_probs)
+                 dropout_p=dropout_p, return_lse=return_attn_probs)
     slopes_of_sequences = len(getattr(alibi_slopes, "shape", ())) == 2
     if cu_seqlens_q is cu_seqlens_k and block_table is None and not slopes_of_sequences:
         made = attend(q, k, v, documents=cu_seqlens_q, **given, **_sharded(comm, layout))

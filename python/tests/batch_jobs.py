@@ -79,6 +79,34 @@ def learns_the_same(group, kind, layout, documents, checkpointed=False, steps=10
     assert losses["ranks"][-1] < losses["ranks"][0] - 0.1
 
 
+def learns_the_same_with_dropout(group):
+    """One process draws the same masks, from the seed of torch's generator; other seeds have other losses."""
+    documents, losses = [0, TOKENS], {}
+    for who in ("one", "ranks", "another seed"):
+        model = model_of("llama")
+        model.config.attention_dropout = 0.3
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+        torch.manual_seed(5 if who == "ranks" and group.rank() > 0 else 6 if who == "another seed" else 7)  # rank 0's counts
+        losses[who] = []
+        for step in range(4):
+            ids, labels = example(step)
+            optimizer.zero_grad()
+            if who == "ranks":
+                loss = backward_of_ranks(model, group, ids, labels, documents)
+                for summed in (loss, *(p.grad for p in model.parameters())):
+                    dist.all_reduce(summed, group=group)
+            else:
+                total, valid = right_sum(model, ids, labels, documents)
+                loss = total / valid
+                loss.backward()
+            losses[who].append(float(loss.detach()))
+            optimizer.step()
+    np.testing.assert_allclose(losses["ranks"], losses["one"], rtol=1e-5)
+    assert abs(losses["another seed"][0] - losses["one"][0]) > 1e-4
+
+
 def gradients_of_replicas(group, wrapped):
     """Two replicas with batches of unequal numbers of valid labels, each sharded over half of the ranks; the wrapper averages
     gradients over all ranks."""

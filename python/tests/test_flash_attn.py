@@ -73,8 +73,8 @@ def test_a_cache():
 
 def test_refusals():
     q, k, v = arrays(1, 5, 2, 16)
-    with pytest.raises(longspan.UnsupportedError, match="dropout_p is 0.1"):
-        fa.flash_attn_func(q, k, v, dropout_p=0.1)
+    with pytest.raises(longspan.UsageError, match="probability"):
+        fa.flash_attn_func(q, k, v, dropout_p=1.0)
     with pytest.raises(longspan.InputError, match=r"q is \[5, 2, 16\]"):
         fa.flash_attn_func(q[0], k[0], v[0])
     with pytest.raises(longspan.InputError, match="qkv is"):
@@ -96,6 +96,15 @@ def test_names_are_those_of_flash_attention():
     assert found == wanted
     varlen = [n for n, p in inspect.signature(fa.flash_attn_varlen_func).parameters.items() if p.kind is by_position]
     assert varlen == [*wanted[:3], "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *wanted[3:], "block_table"]
+
+
+def test_dropout():
+    """Of a weight of 1, which is the value itself: some are 0, the others are divided by 1 - p."""
+    q, k, v = arrays(1, 400, 2, 16)
+    out = fa.flash_attn_func(q, k, v, dropout_p=0.25, window_size=(0, 0))
+    kept = (out != 0).all(-1)
+    np.testing.assert_allclose(out, np.where(kept[..., None], v / 0.75, 0), rtol=1e-5)
+    assert 0.65 < kept.mean() < 0.85
 
 
 def test_tensors_that_learn():

@@ -96,6 +96,12 @@ def test_a_checkpointed_model_learns_the_same(torch_ranks, kind):
     torch_ranks.values(2, jobs.learns_the_same, kind, "interleaved:7", jobs.PACKED, True, 4)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dropout_of_a_model(torch_ranks, ranks):
+    pytest.importorskip("transformers")
+    torch_ranks.values(ranks, jobs.learns_the_same_with_dropout)
+
+
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
 def test_gradients_of_replicas(torch_ranks, wrapped):
     pytest.importorskip("transformers")

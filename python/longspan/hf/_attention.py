@@ -11,7 +11,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from .. import InputError, UnsupportedError
 from ..torch._catch import attend_on, innermost
 from ..torch._groups import alone_name
-from ..torch._ops import attend as _attend
+from ..torch._ops import agreed_seed, attend as _attend
 from ..torch._train import attend_recorded, wants_grad
 from ._sealed import NAME, Held, Mask, Share, shares
 
@@ -42,22 +42,22 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     Args:
         query: [batch, heads, tokens, dim]; key, value: [batch, kv_heads, keys, dim], as the cache gave them.
         attention_mask: what mask() made, or None; others are refused.
-        scaling: of the products. dropout: 0. sliding_window: keys that a token sees, its own included.
+        scaling: of the products. dropout: as longspan.torch's dropout_p. sliding_window: keys that a token sees, its own included.
         softcap: of the scores. s_aux: [heads] learned sinks. is_causal: None asks the module; a mask says it itself.
 
     Returns:
         ([batch, tokens, heads, dim], None).
     """
     share = _share_of(module, key, value)
-    if dropout:
-        _refuse("dropout")
+    if dropout and share is not None:
+        _refuse("dropout over a ShardedCache")
     for name, given in others.items():
         if given is not None and given is not False and name not in _NO_MATTER:
             _refuse(name)
     options = _visible(module, query, key, attention_mask, sliding_window, is_causal, share)
     context = innermost()
     if context is not None:
-        return _of_all_ranks(context, query, key, value, options, share, scaling, softcap, s_aux), None
+        return _of_all_ranks(context, query, key, value, options, share, scaling, softcap, s_aux, dropout), None
     if scaling is not None:
         options["softmax_scale"] = scaling
     if softcap is not None:
@@ -68,6 +68,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if share is None:
         name = alone_name(query.device.type)
+        if dropout:
+            options |= dict(dropout_p=dropout, dropout_seed=agreed_seed(name, query.device))
         if wants_grad(q, k, v, s_aux):
             return attend_recorded(q, k, v, name, **options)[0], None
         return _attend(q, k, v, name, **options), None
@@ -86,7 +88,7 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
 
 
 def _of_all_ranks(context: tuple, query: Tensor, key: Tensor, value: Tensor, options: dict, share: Share | None,
-                  scaling: float | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+                  scaling: float | None, softcap: float | None, sinks: Tensor | None, dropout: float) -> Tensor:
     """[batch, tokens, heads, dim] inside context_parallel: each rank has its own tokens."""
     if share is not None:
         _refuse("a ShardedCache inside context_parallel")
@@ -95,7 +97,7 @@ def _of_all_ranks(context: tuple, query: Tensor, key: Tensor, value: Tensor, opt
                                "context_parallel the documents that longspan.padding makes of the whole mask")
     ranks, of_context = context
     out = attend_on(ranks, of_context, query, key, value, is_causal=options["causal"], scale=scaling, enable_gqa=True,
-                    window_size=(options.get("window_left", -1), -1), softcap=softcap or 0.0, sinks=sinks)
+                    window_size=(options.get("window_left", -1), -1), softcap=softcap or 0.0, sinks=sinks, dropout_p=dropout)
     return out.transpose(1, 2)
 
 

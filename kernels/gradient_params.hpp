@@ -9,12 +9,17 @@
 // lse.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 #include "kernels/attend_params.hpp"
+#include "kernels/batch_rows.hpp"
 #include "kernels/params.hpp"
 #include "kernels/tensors.hpp"
+#include "longspan/order.hpp"
+#include "longspan/starts.hpp"
+#include "longspan/state.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::kernels {
@@ -26,6 +31,14 @@ struct RowTerm {
                       // natural lse has lost
   float d = 0;        // D
 };
+
+/// The terms of a row with a natural lse. If it sees nothing, its D may be anything.
+LONGSPAN_HD inline RowTerm row_term(float lse, float d) {
+  if (lse == -infinity()) return {-infinity(), 0.0f, 0.0f};
+  const double exact = lse * 1.4426950408889634;
+  const auto high = static_cast<float>(exact);
+  return {high, static_cast<float>(exact - high), d};
+}
 
 /// The same of products of fp64. The lse is natural.
 struct WideRowTerm {
@@ -64,6 +77,23 @@ struct SinkGradientParams {
   Floats sinks;                    // [heads]
   const RowTerm* terms = nullptr;  // [tokens, heads]
   float* to = nullptr;             // [heads]
+
+  /// The rows that sequence b has here.
+  LONGSPAN_HD std::int64_t rows_of(int b) const { return batch.query_len(b, tokens); }
+  /// How they fold in the fixed order.
+  LONGSPAN_HD SegmentOrder order(int b) const {
+    Geometry rows;
+    rows.batch = batch;
+    rows.queries = queries;
+    rows.tokens = tokens;
+    return queries.for_sequence(b).order(rows.whole_query_len(b));
+  }
+  /// The part of row t of sequence b, with the sink of the head in base 2.
+  LONGSPAN_HD double part(double sink, int b, std::int64_t t, std::int64_t head) const {
+    const RowTerm& term = terms[(batch.first_row(b) + t) * heads + head];
+    if (term.lse == -infinity()) return 0;
+    return -exp2(sink - term.lse - term.lse_low) * static_cast<double>(term.d);
+  }
 };
 
 /// Sums in fp32, with a kv head's rows one after another, so that a head is one dense block:
@@ -141,14 +171,37 @@ struct TurnBackParams {
   GradientSums sums;  // [kv_heads, tokens * group, head_dim]
 };
 
-/// The same for the sums of dk of one sequence, whose keys were rotated before the run.
+/// The keys of a batch on one rank, as their rows follow one another in sums of gradients. The
+/// device may have room for more than there are.
+struct SummedKeys {
+  Batch batch;
+  Shard shard;
+  const std::int64_t* start = nullptr;  // [batch] first row of each sequence; null: one sequence
+
+  struct Key {
+    int sequence = -1;       // -1: the row is past the last key
+    std::int64_t index = 0;  // among the rank's keys of the sequence
+  };
+  LONGSPAN_HD Key at(std::int64_t row) const {
+    const std::int64_t* const starts = start;
+    const int b =
+        starts == nullptr ? 0 : last_start(batch.size, row, [starts](int i) { return starts[i]; });
+    const std::int64_t index = row - (starts == nullptr ? 0 : starts[b]);
+    if (index >= shard.for_sequence(b).local_len(batch.keys(b, shard))) return {};
+    return {b, index};
+  }
+  /// The position of a key in its sequence.
+  LONGSPAN_HD std::int64_t position(const Key& key) const {
+    return shard.for_sequence(key.sequence).position(key.index, batch.keys(key.sequence, shard));
+  }
+};
+
+/// The same for sums of dk, whose keys were rotated before the run.
 struct TurnBackKeysParams {
   Rope rope;
-  Shard shard;  // of the sequence
-  std::int64_t kv_len = 0;
-  std::int64_t count = 0;  // keys on this rank
+  SummedKeys keys;
   int kv_heads = 1;
-  GradientSums sums;  // from the sequence's first key on
+  GradientSums sums;
 };
 
 /// Rounds sums to their type and stores them.
@@ -160,6 +213,22 @@ struct StoreGradientParams {
   int group = 1;            // query heads of a kv head; 1 for the gradients of keys and values
   TokenRows to;             // [rows / group, kv_heads * group, dim]
   bool accumulate = false;  // adds to what is there, before the one rounding
+  Batch batch;              // rows of queries past its last sequence are not written
+  bool of_keys = false;     // the rows are `keys`
+  SummedKeys keys;
+  std::int64_t capacity = 0;  // of keys: `to` is [batch, capacity, ...]; 0: its rows are those of
+                              // the sums
+  RunHeaders headers;         // of the data that made the sums: if ranks differ, a GPU writes
+                              // nothing
+
+  /// The row of `to` for a row of the sums; -1: it is not written.
+  LONGSPAN_HD std::int64_t place(std::int64_t row) const {
+    if (!of_keys) return in_batch(batch, row / group) ? row : -1;
+    const SummedKeys::Key key = keys.at(row);
+    if (key.sequence < 0) return -1;
+    if (capacity == 0) return row;
+    return key.index < capacity ? key.sequence * capacity + key.index : -1;
+  }
 };
 
 }  // namespace longspan::kernels

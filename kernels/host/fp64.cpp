@@ -167,8 +167,10 @@ void store_gradients_fp64(const StoreGradientParams& p, ThreadPool& pool) {
   for (int kv_head = 0; kv_head < p.kv_heads; ++kv_head)
     pool.run_stretches(p.count, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t row = begin; row < end; ++row) {
+        const std::int64_t place = p.place(row);
+        if (place < 0) continue;
         const double* const from = p.sums.wide_at(kv_head, row);
-        double* const to = p.to.at<double>(row / p.group, kv_head * p.group + row % p.group);
+        double* const to = p.to.at<double>(place / p.group, kv_head * p.group + place % p.group);
         for (int c = 0; c < p.sums.dim; ++c) to[c] = p.accumulate ? to[c] + from[c] : from[c];
       }
     });

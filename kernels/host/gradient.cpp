@@ -12,7 +12,6 @@
 // always two passes then.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstddef>
 #include <string>
 
@@ -386,36 +385,25 @@ void sink_gradients(const SinkGradientParams& p, ThreadPool& pool) {
     const double sink = to_base_2(p.sinks[head]);
     const auto sum_of = [&](int b, std::int64_t first, std::int64_t end) {
       double sum = 0;
-      const RowTerm* term = p.terms + (p.batch.first_row(b) + first) * p.heads + head;
-      for (std::int64_t t = first; t < end; ++t, term += p.heads)
-        if (term->lse != -infinity())
-          sum -= std::exp2(sink - term->lse - term->lse_low) * static_cast<double>(term->d);
+      for (std::int64_t t = first; t < end; ++t) sum += p.part(sink, b, t, head);
       return sum;
     };
-    const auto rows_of = [&](int b) { return p.batch.query_len(b, p.tokens); };
     if (!p.invariant) {
       double sum = 0;
-      for (int b = 0; b < p.batch.size; ++b) sum += sum_of(b, 0, rows_of(b));
+      for (int b = 0; b < p.batch.size; ++b) sum += sum_of(b, 0, p.rows_of(b));
       p.to[head] = static_cast<float>(sum);
       return;
     }
-    Geometry rows;
-    rows.batch = p.batch;
-    rows.queries = p.queries;
-    rows.tokens = p.tokens;
-    const auto order_of = [&](int b) {
-      return p.queries.for_sequence(b).order(rows.whole_query_len(b));
-    };
     std::array<float, kLevels> sums{};
     FoldStack stack;
     const auto fold = [&](int a, int b) { sums[a] += sums[b]; };
-    for (int leaf = 0; leaf < order_of(0).leaves; ++leaf) {
+    for (int leaf = 0; leaf < p.order(0).leaves; ++leaf) {
       double sum = 0;
       for (int b = 0; b < p.batch.size; ++b) {
-        const SegmentOrder order = order_of(b);
+        const SegmentOrder order = p.order(b);
         for (std::int64_t t = 0; t < order.count(leaf); ++t) {
           const std::int64_t first = order.segment(leaf, t) * kSegment;
-          sum += sum_of(b, first, std::min(rows_of(b), first + kSegment));
+          sum += sum_of(b, first, std::min(p.rows_of(b), first + kSegment));
         }
       }
       sums[stack.push(static_cast<std::uint64_t>(leaf), fold)] = static_cast<float>(sum);

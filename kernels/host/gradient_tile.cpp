@@ -386,11 +386,8 @@ void row_terms(const RowTermParams& p, std::int64_t begin, std::int64_t end) {
     for (int head = 0; head < p.heads; ++head) {
       const float natural = *p.lse.at(token, head);
       RowTerm& term = p.terms[token * p.heads + head];
-      term = {-infinity(), 0.0f, 0.0f};
+      term = row_term(natural, 0.0f);
       if (natural == -infinity()) continue;  // it sees nothing, and its dout may hold anything
-      const double exact = natural * 1.4426950408889634;
-      term.lse = static_cast<float>(exact);
-      term.lse_low = static_cast<float>(exact - term.lse);
       RowTermInputs& row = rows[count++];
       row.term = &term;
       row.dlse = p.dlse.data != nullptr ? *p.dlse.at(token, head) : 0.0f;
@@ -411,8 +408,10 @@ void store_gradients(const StoreGradientParams& p, int kv_head, std::int64_t beg
                      std::int64_t end) {
   with_type(p.dtype, [&]<class T>(const T* type) {
     for (std::int64_t row = begin; row < end; ++row) {
+      const std::int64_t place = p.place(row);
+      if (place < 0) continue;
       const float* const from = p.sums.at(kv_head, row);
-      T* const to = p.to.at<T>(row / p.group, kv_head * p.group + row % p.group);
+      T* const to = p.to.at<T>(place / p.group, kv_head * p.group + place % p.group);
       if (p.accumulate) {
         HWY_ALIGN float old[kPanel];
         for (int first = 0; first < p.sums.dim; first += kPanel) {

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 
+#include "kernels/turn_back.hpp"
 #include "longspan/limits.hpp"
 #include "longspan/rope.hpp"
 
@@ -26,14 +27,8 @@ class Rotations {
 
   /// Turns the gradient of a rotated row into that of the row before its rotation, in place.
   void turn_back(float* gradient) const {
-    for (int d = 0; d < rope_.dim; ++d) {
-      if (!rope_.is_first(d)) continue;
-      float &x = gradient[d], &y = gradient[rope_.partner(d)];
-      const Rotation by = by_[rope_.pair(d)];
-      const float before = x * by.cos + y * by.sin;
-      y = y * by.cos - x * by.sin;
-      x = before;
-    }
+    for (int pair = 0; pair < rope_.dim / 2; ++pair)
+      kernels::turn_back(rope_, pair, by_[pair], gradient);
   }
 
  private:

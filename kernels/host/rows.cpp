@@ -75,9 +75,11 @@ void turn_back_sums(const TurnBackParams& p, ThreadPool& pool) {
 }
 
 void turn_back_keys(const TurnBackKeysParams& p, ThreadPool& pool) {
-  pool.run(p.count, [&](std::int64_t key, int) {
-    const Rotations by(p.rope, p.shard.position(key, p.kv_len));
-    for (int head = 0; head < p.kv_heads; ++head) by.turn_back(p.sums.at(head, key));
+  pool.run(p.sums.rows, [&](std::int64_t row, int) {
+    const SummedKeys::Key key = p.keys.at(row);
+    if (key.sequence < 0) return;
+    const Rotations by(p.rope, p.keys.position(key));
+    for (int head = 0; head < p.kv_heads; ++head) by.turn_back(p.sums.at(head, row));
   });
 }
 

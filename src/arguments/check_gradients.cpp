@@ -61,12 +61,13 @@ void check_term_gradient(const TermGradient& g, DType products, Device device) {
   check_written(gradient, name);
 }
 
-/// Checks that dk can be turned back: every key has an angle.
-void check_angles_of_keys(const AttentionArgs& run, const Options& options,
-                          const RunArrays& arrays) {
+/// Checks that dk can be turned back: every key has an angle. Lengths that lie on a GPU are not
+/// read: as in forward, an angle that the tables lack is NaN there.
+void check_angles_of_keys(const AttentionArgs& run, const Options& options, const RunArrays& arrays,
+                          Device device) {
   require(options.rope.dim > 0,
           "dk_before_rope is set, and the layer has no RoPE (rope.dim): leave it out");
-  if (!run.rope_cos) return;
+  if (!run.rope_cos || (device != Device::host && arrays.kv_len != nullptr)) return;
   for (int b = 0; b < arrays.batch; ++b) {
     const std::int64_t keys = arrays.kv_len != nullptr ? arrays.kv_len[b] : run.total_keys;
     require(keys <= arrays.rope.positions,
@@ -117,7 +118,7 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
       "or the layer's own (Attention::dropout_seed)");
   const Checked checked = check_attention(run, options, world);
 
-  if (args.dk_before_rope) check_angles_of_keys(run, options, checked.arrays);
+  if (args.dk_before_rope) check_angles_of_keys(run, options, checked.arrays, device);
 
   const std::int64_t rows = count_rows(run.q);
   const DType compute = options.dtypes.compute;

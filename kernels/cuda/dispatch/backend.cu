@@ -16,6 +16,7 @@
 #include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/cuda/dispatch/families.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
+#include "kernels/cuda/gradients/sums.hpp"
 #include "kernels/features.hpp"
 #include "src/base/check.hpp"
 
@@ -194,6 +195,31 @@ class CudaBackend final : public Backend {
   }
   void check_arrays(const CheckParams& p, Stream stream) const override {
     cuda::check_arrays(p, stream_of(stream));
+  }
+  void row_terms(const RowTermParams& p, Stream stream) const override {
+    cuda::row_terms(p, stream_of(stream));
+  }
+  void sink_gradients(const SinkGradientParams& p, Stream stream) const override {
+    cuda::sink_gradients(p, stream_of(stream));
+  }
+  void widen_gradients(const WidenGradientsParams& p, Stream stream) const override {
+    cuda::widen_gradients(p, stream_of(stream));
+  }
+  void clear_sums(float* sums, std::int64_t count, Stream stream) const override {
+    cuda::clear_sums(sums, count, stream_of(stream));
+  }
+  using GradientKernels::add_sums;  // of fp64, which are refused
+  void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const override {
+    cuda::add_sums(to, from, count, stream_of(stream));
+  }
+  void turn_back_sums(const TurnBackParams& p, Stream stream) const override {
+    cuda::turn_back_sums(p, stream_of(stream));
+  }
+  void turn_back_keys(const TurnBackKeysParams& p, Stream stream) const override {
+    cuda::turn_back_keys(p, stream_of(stream));
+  }
+  void store_gradients(const StoreGradientParams& p, Stream stream) const override {
+    cuda::store_gradients(p, stream_of(stream));
   }
   std::unique_ptr<Timer> timer(int marks) const override {
     return std::make_unique<CudaTimer>(marks);

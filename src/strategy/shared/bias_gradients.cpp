@@ -68,7 +68,8 @@ void BiasGradients::finish(const Pass& pass, const GradientArgs& args) const {
                                 .count = from->rows,
                                 .dtype = to->dtype,
                                 .to = kernels::Rows{to->data, to->dims == 2 ? to->stride[0] : 0, 0},
-                                .accumulate = args.accumulate},
+                                .accumulate = args.accumulate,
+                                .headers = pass.merge.headers},
                                pass.run.stream);
 }
 

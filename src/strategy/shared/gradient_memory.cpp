@@ -157,8 +157,9 @@ float* GradientMemory::add_up_sinks(Stream stream) const {
 
 void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const {
   if (pass.to == nullptr) {
-    store(pass.run, args, rows);
-    if (args.dsinks) store_sinks(pass.run, args);
+    store_rows(pass, args, rows);
+    store_keys(pass, args);
+    if (args.dsinks) store_sinks(pass, args);
     return;
   }
   kernels::GradientParams own;
@@ -166,70 +167,79 @@ void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int
   *pass.to = {own_rows(rows), own.dk, own.dv};
 }
 
-void GradientMemory::store(const Run& run, const GradientArgs& args, std::int64_t rows) const {
-  const auto put = [&](const kernels::GradientSums& sums, std::int64_t count, const Tensor& to,
-                       const kernels::TokenRows& places, int heads_of_group) {
-    kernels::StoreGradientParams store;
-    store.sums = sums;
-    store.count = count;
-    store.dtype = to.dtype;
-    store.kv_heads = layer_.bounds.kv_heads;
-    store.group = heads_of_group;
-    store.to = places;
-    store.accumulate = args.accumulate;
-    layer_.kernels.store_gradients(store, run.stream);
-  };
-  if (run.attend.rope) layer_.kernels.turn_back_sums({run.rotation(), own_rows(rows)}, run.stream);
-  put(own_rows(rows), rows * group(), args.dq, token_rows_of(args.dq), group());
+kernels::StoreGradientParams GradientMemory::storing(const Pass& pass,
+                                                     const GradientArgs& args) const {
+  kernels::StoreGradientParams store;
+  store.kv_heads = layer_.bounds.kv_heads;
+  store.accumulate = args.accumulate;
+  store.headers = pass.merge.headers;
+  return store;
+}
 
+/// The sums may have more rows than q, or fewer: then those of q are past the last sequence.
+void GradientMemory::store_rows(const Pass& pass, const GradientArgs& args,
+                                std::int64_t rows) const {
+  const Run& run = pass.run;
+  const std::int64_t own = std::min(rows, run.attend.tokens);
+  if (run.attend.rope) {
+    kernels::TurnBackParams back{run.rotation(), own_rows(rows)};
+    back.rows.geometry.tokens = own;
+    layer_.kernels.turn_back_sums(back, run.stream);
+  }
+  kernels::StoreGradientParams store = storing(pass, args);
+  store.sums = own_rows(rows);
+  store.count = own * group();
+  store.dtype = args.dq.dtype;
+  store.group = group();
+  store.to = token_rows_of(args.dq);
+  store.batch = pass.attend.batch;
+  layer_.kernels.store_gradients(store, run.stream);
+}
+
+/// Only the device may know how many keys each sequence has.
+void GradientMemory::store_keys(const Pass& pass, const GradientArgs& args) const {
+  const Run& run = pass.run;
   kernels::GradientParams own;
   give_key_sums(own, own_keys(run), nullptr);
   if (!args.dv && own.dv.rows > 0)  // values are the first columns of the keys
     layer_.kernels.add_to_first_columns(
         {own.dk, own.dv, layer_.bounds.kv_heads, layer_.bounds.dtype}, run.stream);
-  const Shard& shard = run.arrays.keys;
-  std::int64_t first = 0;  // row of the sums
-  for (int b = 0; b < run.arrays.batch; ++b) {
-    const std::int64_t count =
-        shard.layout == Layout::listed
-            ? own.dk.rows
-            : shard.for_sequence(b).local_len(run.attend.batch.keys(b, shard));
-    if (args.dk_before_rope && count > 0)
-      layer_.kernels.turn_back_keys({.rope = run.attend.rope,
-                                     .shard = shard.for_sequence(b),
-                                     .kv_len = run.attend.batch.keys(b, shard),
-                                     .count = count,
-                                     .kv_heads = layer_.bounds.kv_heads,
-                                     .sums = {own.dk.at(0, first), own.dk.rows, own.dk.dim}},
-                                    run.stream);
-    for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
-      if (!*to) continue;
-      const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
-      const std::int64_t row_stride = to->stride[apart ? 1 : 0];
-      const std::int64_t offset = apart ? b * to->stride[0] : first * row_stride;
-      const kernels::TokenRows places(
-          static_cast<std::byte*>(to->data) + storage_of(to->dtype).bytes(offset), row_stride,
-          to->stride[apart ? 2 : 1]);
-      kernels::GradientSums part = sums;
-      part.data = to->dtype == DType::fp64 ? reinterpret_cast<float*>(sums.wide_at(0, first))
-                                           : sums.at(0, first);
-      put(part, count, *to, places, 1);
+  const kernels::SummedKeys keys{run.attend.batch, run.arrays.keys,
+                                 run.arrays.batch > 1 ? key_starts_ : nullptr};
+  if (args.dk_before_rope)
+    layer_.kernels.turn_back_keys({run.attend.rope, keys, layer_.bounds.kv_heads, own.dk},
+                                  run.stream);
+  for (const auto& [sums, to] : {std::pair{own.dk, &args.dk}, {own.dv, &args.dv}}) {
+    if (!*to) continue;
+    kernels::StoreGradientParams store = storing(pass, args);
+    const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
+    const int rows = apart ? 1 : 0;    // their dimension
+    store.sums = sums;
+    store.count = apart ? sums.rows : std::min(sums.rows, to->shape[0]);
+    store.dtype = to->dtype;
+    store.to = {to->data, to->stride[rows], to->stride[rows + 1]};
+    store.of_keys = true;
+    store.keys = keys;
+    if (apart) {
+      store.capacity = to->shape[1];
+      store.to.gap = {to->stride[0] - store.capacity * to->stride[1],
+                      static_cast<std::uint32_t>(store.capacity)};
     }
-    first += count;
+    layer_.kernels.store_gradients(store, run.stream);
   }
 }
 
 /// Parts of the gradients of sinks are gathered from all ranks if rows are sharded.
-void GradientMemory::store_sinks(const Run& run, const GradientArgs& args) const {
+void GradientMemory::store_sinks(const Pass& pass, const GradientArgs& args) const {
+  const Stream stream = pass.run.stream;
   const bool sharded = layer_.options.queries && layer_.comm.size() > 1;
-  float* const sums = sharded ? add_up_sinks(run.stream) : sink_part(layer_.comm.rank());
-  kernels::StoreGradientParams store;
+  float* const sums = sharded ? add_up_sinks(stream) : sink_part(layer_.comm.rank());
+  kernels::StoreGradientParams store = storing(pass, args);
   store.sums = {sums, 1, layer_.bounds.heads};
-  store.count = 1;
+  store.count = store.kv_heads = 1;
   store.dtype = args.dsinks.dtype;
   store.to = kernels::Rows{args.dsinks.data};
-  store.accumulate = args.accumulate;
-  layer_.kernels.store_gradients(store, run.stream);
+  layer_.kernels.store_gradients(store, stream);
 }
 
 }  // namespace longspan

@@ -56,13 +56,16 @@ class GradientMemory {
   /// to += from, sums of `bytes` bytes.
   void add(void* to, const void* from, std::int64_t bytes, Stream stream) const;
 
-  /// Ends a backward with the sums of `rows` own rows, and of own keys: rounds and stores them, and
-  /// the gradients of sinks; or hands them to the strategy that the backward is a part of.
+  /// Ends a backward with the sums of own rows, which have room for `rows`, and of own keys: rounds
+  /// and stores them, and the gradients of sinks; or hands them to the strategy that the backward
+  /// is a part of.
   void finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const;
 
  private:
-  void store(const Run& run, const GradientArgs& args, std::int64_t rows) const;
-  void store_sinks(const Run& run, const GradientArgs& args) const;
+  kernels::StoreGradientParams storing(const Pass& pass, const GradientArgs& args) const;
+  void store_rows(const Pass& pass, const GradientArgs& args, std::int64_t rows) const;
+  void store_keys(const Pass& pass, const GradientArgs& args) const;
+  void store_sinks(const Pass& pass, const GradientArgs& args) const;
   int group() const { return layer_.bounds.heads / layer_.bounds.kv_heads; }
   std::int64_t k_bytes(std::int64_t rows) const;
   /// This rank's part of the gradients of sinks, [heads] padded.

@@ -224,17 +224,18 @@ void HeadGradients::return_rows(const Pass& pass, const GradientSums& sums) cons
     exchange_.all_to_all(pass, slot, "backward, exchange of dq");
   else
     exchange_.gather(pass, slot, "backward, gather of dq");
-  put_rows(run, slot);
+  put_rows(run, most, slot);
 }
 
-/// Puts the received dq of this rank's rows side by side, from slots of that size.
-void HeadGradients::put_rows(const Run& run, std::int64_t slot) const {
+/// Puts the received dq of this rank's rows side by side, from slots of that size with room for
+/// `most` rows.
+void HeadGradients::put_rows(const Run& run, std::int64_t most, std::int64_t slot) const {
   const int dim = layer_.bounds.head_dim;
   const int whole_group = layer_.bounds.heads / layer_.bounds.kv_heads;
   PackOutputsParams pack;
   pack.dim = dim;
   pack.dtype = fp32;
-  pack.tokens = run.attend.tokens;
+  pack.tokens = std::min(run.attend.tokens, most);
   for (int p = 0; p < exchange_.peers(); ++p) {
     const HeadShare share = exchange_.share_of(p);
     pack.heads = share.query.size() / share.kv.size();

@@ -56,7 +56,7 @@ class HeadGradients {
   Gradients attend(const Pass& pass, const Tensor& dout) const;
   void give_back(const Pass& pass, const GradientArgs& args, const Gradients& gradients) const;
   void return_rows(const Pass& pass, const kernels::GradientSums& sums) const;
-  void put_rows(const Run& run, std::int64_t slot) const;
+  void put_rows(const Run& run, std::int64_t most, std::int64_t slot) const;
   void find_key_map(const Pass& pass) const;
   void return_keys(const Pass& pass, const kernels::GradientSums& sums,
                    const kernels::GradientSums& own, const char* step) const;

@@ -1,5 +1,8 @@
 #include "src/strategy/shared/row_gradients.hpp"
 
+#include <algorithm>
+
+#include "longspan/error.hpp"
 #include "src/arguments/tensor_checks.hpp"
 #include "src/base/at.hpp"
 
@@ -34,6 +37,7 @@ class RowGradients::Backward final : public Visitor {
     const kernels::AttendParams& bounds = g_.layer_.bounds;
     kernels::GradientParams p = g_.memory_.params(pass_, args_);
     g_.memory_.give_key_sums(p, g_.memory_.own_keys(run), g_.memory_.own_key_starts());
+    p.dq = g_.memory_.own_rows(g_.sum_rows(run));
     if (step.guest != Step::kOwn) {
       const int owner = g_.ring_.rank_at(-step.guest);
       const Rows& guest = g_.guests_[at(step.slot)];
@@ -55,14 +59,14 @@ class RowGradients::Backward final : public Visitor {
 
   void arrived(const Move& move) override {
     if (move.what != Move::results || !move.receives || g_.ring_.keeps()) return;
-    const std::int64_t rows = pass_.attend.tokens;
+    const std::int64_t rows = g_.sum_rows(pass_.run);
     g_.memory_.add(g_.memory_.own_rows(rows).data, g_.ring_.arriving(move),
                    g_.memory_.row_sum_bytes(rows), pass_.run.stream);
   }
 
   void finish() override {
     if (g_.ring_.keeps()) fold();
-    g_.memory_.finish(pass_, args_, pass_.attend.tokens);
+    g_.memory_.finish(pass_, args_, g_.sum_rows(pass_.run));
   }
 
   /// Folds the gradients that were kept apart: of own rows over the keys of all ranks, and of own
@@ -71,7 +75,7 @@ class RowGradients::Backward final : public Visitor {
     const Run& run = pass_.run;
     const Options& options = g_.layer_.options;
     const int rank = g_.layer_.comm.rank();
-    const std::int64_t rows = pass_.attend.tokens;
+    const std::int64_t rows = g_.sum_rows(run);
     g_.ring_.returned().fold(
         options.keys, reinterpret_cast<std::byte*>(g_.memory_.own_rows(rows).data),
         g_.memory_.row_sum_bytes(rows), [&](int other) { return g_.is_wanted(run, rank, other); },
@@ -96,7 +100,12 @@ RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows,
       starts_(starts),
       keys_(layer),
       memory_(layer, keys_),
-      ring_(layer, "rows") {}
+      ring_(layer, "rows") {
+  if (layer.comm.size() > 1 && is_on_gpu() && layer.options.queries->layout == Layout::ranges)
+    throw Unsupported(
+        "gradients of ranges of query rows on a GPU, by a strategy whose rows travel, are not "
+        "supported; take ring-kv or gather-kv");
+}
 
 double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
   if (!options.gradients) return 0;
@@ -134,6 +143,7 @@ void RowGradients::lay_out(Parts& memory) {
   const std::int64_t rows = layer_.bounds.tokens;
   ring_.lay_out(memory, memory_.row_sum_bytes(rows), memory_.key_sum_bytes(keys_.block_rows()));
   if (layer_.comm.size() == 1) return;
+  if (is_on_gpu()) packed_q_ = memory.take(at(rows * rows_.row_bytes()));
   packed_dout_ = memory.take(at(rows * dout_bytes(fp32)));
   for (Rows& guest : guests_)
     guest = {memory.take(at(rows * rows_.row_bytes())), memory.take(at(rows * dout_bytes(fp32))),
@@ -145,6 +155,7 @@ void RowGradients::backward(Pass& pass, const GradientArgs& args) {
   pass.write_own_digest(layer_.kernels);
   starts_.find(run);
   starts_.give(run, layer_.comm.rank(), pass.attend.batch);
+  pass.attend.tokens = std::min(pass.attend.tokens, sum_rows(run));
   memory_.begin(pass, args);
   const Rows own = layer_.comm.size() == 1 ? Rows() : own_rows(pass, args);
   Backward visitor(*this, pass, args, own);
@@ -156,15 +167,25 @@ bool RowGradients::is_wanted(const Run& run, int rows, int keys) const {
   return rows_.rows_of(run, rows) > 0 && may_see(run, layer_.kernels.device(), rows, keys);
 }
 
+std::int64_t RowGradients::sum_rows(const Run& run) const {
+  return layer_.comm.size() == 1 ? run.attend.tokens : rows_.rows_of(run, layer_.comm.rank());
+}
+
 RowGradients::Rows RowGradients::own_rows(const Pass& pass, const GradientArgs& args) const {
   const Run& run = pass.run;
   const Tensor& dout = args.dout;
   const int dim = layer_.bounds.value_dim;
   Rows own{static_cast<std::byte*>(run.args.q.data), static_cast<std::byte*>(dout.data),
            memory_.terms(pass)};
+  const std::int64_t rows = pass.attend.tokens;
+  const bool are_fewer = rows < sum_rows(run);  // than travel
+  if (are_fewer) {
+    layer_.kernels.place_rows({own.q, packed_q_, nullptr, rows, rows_.row_bytes()}, run.stream);
+    own.q = packed_q_;
+  }
   const bool dense =
       dout.stride[1] == dim && dout.stride[0] == std::int64_t{layer_.bounds.heads} * dim;
-  if (dense) return own;
+  if (dense && !are_fewer) return own;
   const StorageFormat stored = storage_of(dout.dtype);
   for (int head = 0; head < layer_.bounds.heads; ++head) {
     const StridedCopy copy{own.dout + stored.bytes(head * dout.stride[1]),
@@ -172,7 +193,7 @@ RowGradients::Rows RowGradients::own_rows(const Pass& pass, const GradientArgs& 
                            stored.bytes(dout.stride[0]),
                            dout_bytes(dout.dtype),
                            stored.row_bytes(dim),
-                           rows_.rows_of(run, layer_.comm.rank())};
+                           rows};
     layer_.kernels.copy_rows({&copy, 1}, run.stream);
   }
   own.dout = packed_dout_;

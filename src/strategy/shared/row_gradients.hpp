@@ -48,6 +48,10 @@ class RowGradients {
     return layer_.bounds.heads * static_cast<std::int64_t>(sizeof(kernels::RowTerm));
   }
 
+  bool is_on_gpu() const { return layer_.kernels.device() != Device::host; }
+  /// The rows that this rank has room for in its sums, and sends. On GPUs, whose lengths the host
+  /// does not know, they may be more than those of q.
+  std::int64_t sum_rows(const Run& run) const;
   /// Whether the rows of one rank go to the keys of another. All ranks give the same answer.
   bool is_wanted(const Run& run, int rows, int keys) const;
   Rows own_rows(const Pass& pass, const GradientArgs& args) const;
@@ -58,7 +62,8 @@ class RowGradients {
   TravellingKeys keys_;  // how many there are; they stay
   GradientMemory memory_;
   GradientRing ring_;
-  std::byte* packed_dout_ = nullptr;                 // this rank's dout, if it is not dense
+  std::byte* packed_q_ = nullptr;                    // on GPUs: own rows, if more travel
+  std::byte* packed_dout_ = nullptr;                 // the same of dout, or if it is not dense
   std::array<Rows, GradientRing::kSlots> guests_{};  // rows of other ranks
 };
 

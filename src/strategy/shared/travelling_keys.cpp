@@ -152,7 +152,7 @@ void TravellingKeys::begin(Pass& pass) const {
 }
 
 std::int64_t TravellingKeys::rows_of(const Run& run, int rank) const {
-  if (is_listed()) return run.listed_keys[rank];
+  if (is_listed()) return listed_of(run, rank);
   if (!knows_lengths(run)) return most_rows(run.arrays.batch);
   const Shard shard = run.arrays.keys.with_rank(rank);
   std::int64_t rows = 0;
@@ -280,7 +280,7 @@ Shard TravellingKeys::shard_of(const Run& run, int rank, const KeyBlock& block) 
   Shard shard = run.arrays.keys.with_rank(rank);
   if (is_listed()) {
     shard.table = block.positions;
-    shard.listed = run.listed_keys[rank];
+    shard.listed = listed_of(run, rank);
   }
   return shard;
 }

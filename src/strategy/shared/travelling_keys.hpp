@@ -106,6 +106,10 @@ class TravellingKeys {
     return layer_.bounds.kv_heads * storage_of(layer_.bounds.kv_dtype).row_bytes(dim);
   }
   bool is_listed() const { return layer_.options.keys.layout == Layout::listed; }
+  /// The keys that a rank lists. On GPUs a rank knows its own number only.
+  std::int64_t listed_of(const Run& run, int rank) const {
+    return rank == layer_.comm.rank() ? run.arrays.keys.listed : run.listed_keys[rank];
+  }
   /// Whether this CPU knows how many keys each rank has of each sequence.
   bool knows_lengths(const Run& run) const;
 
@@ -113,7 +117,7 @@ class TravellingKeys {
   /// `batch` sequences.
   std::int64_t most_rows(std::int64_t batch) const;
   std::int64_t longest(const Run& run, int rank) const {
-    return is_listed() ? run.listed_keys[rank] : most_keys_;
+    return is_listed() ? listed_of(run, rank) : most_keys_;
   }
 
   LayerContext layer_;

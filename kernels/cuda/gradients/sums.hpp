@@ -1,0 +1,22 @@
+// The kernels around the gradients of an attention, for host code.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/gradient_params.hpp"
+
+namespace longspan::kernels::cuda {
+
+void row_terms(const RowTermParams& params, cudaStream_t stream);
+void sink_gradients(const SinkGradientParams& params, cudaStream_t stream);
+void widen_gradients(const WidenGradientsParams& params, cudaStream_t stream);
+void clear_sums(float* sums, std::int64_t count, cudaStream_t stream);
+/// `count` is a multiple of 16, and both are aligned to 16 bytes.
+void add_sums(float* to, const float* from, std::int64_t count, cudaStream_t stream);
+void turn_back_sums(const TurnBackParams& params, cudaStream_t stream);
+void turn_back_keys(const TurnBackKeysParams& params, cudaStream_t stream);
+void store_gradients(const StoreGradientParams& params, cudaStream_t stream);
+
+}  // namespace longspan::kernels::cuda

@@ -16,6 +16,7 @@
 #include "kernels/cuda/dispatch/attend_finished.hpp"
 #include "kernels/cuda/dispatch/families.hpp"
 #include "kernels/cuda/exchange/exchange.hpp"
+#include "kernels/cuda/gradients/gradients.hpp"
 #include "kernels/cuda/gradients/sums.hpp"
 #include "kernels/features.hpp"
 #include "src/base/check.hpp"
@@ -223,6 +224,13 @@ class CudaBackend final : public Backend {
   }
   std::unique_ptr<Timer> timer(int marks) const override {
     return std::make_unique<CudaTimer>(marks);
+  }
+  std::size_t gradient_scratch(const GradientParams& bounds) const override {
+    return cuda::gradient_scratch(bounds, gpu_);
+  }
+  void attend_gradients(const GradientParams& p, Stream stream,
+                        const BetweenTiles&) const override {
+    cuda::attend_gradients(p, gpu_, stream_of(stream));
   }
 
  private:

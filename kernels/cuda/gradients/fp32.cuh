@@ -1,0 +1,244 @@
+// The products of backward by FFMA, of tensors of any type and layout.
+//
+// A block of 16 x 16 threads owns 64 rows or keys; a thread has four of them, for every 16th of
+// the 64 that stream by, and then for its columns of the sums. Products are made in slices of 32
+// dims, and summed dim by dim, so that dP of a row that sees one key is its D to the bit.
+#pragma once
+
+#include "kernels/cuda/gradients/loop.cuh"
+
+namespace longspan::kernels::cuda {
+
+/// Elements d ... d + 3 of a row that begins at element `at`, as fp32 (exact); zeros from the last
+/// dim on, and of kNoRow.
+__device__ inline float4 load_four(const GradientTensor& from, std::int64_t at, int d) {
+  if (at == kNoRow || d >= from.dim) return {};
+  if (from.aligned) {
+    if (from.dtype == DType::fp32)
+      return *reinterpret_cast<const float4*>(static_cast<const float*>(from.data) + at + d);
+    const uint2 words =
+        *reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(from.data) + at + d);
+    const auto widen = [&](std::uint32_t half) {
+      return from.dtype == DType::bf16
+                 ? __uint_as_float(half << 16)
+                 : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    };
+    return make_float4(widen(words.x & 0xffffu), widen(words.x >> 16), widen(words.y & 0xffffu),
+                       widen(words.y >> 16));
+  }
+  const auto element = [&](int i) {
+    return d + i < from.dim ? load_element(from.data, from.dtype, at + d + i) : 0.0f;
+  };
+  return make_float4(element(0), element(1), element(2), element(3));
+}
+
+template <bool kOfRows, int kColumnCount>
+class Fp32Gradients {
+ public:
+  static constexpr bool kRowsOwn = kOfRows;
+  static constexpr int kOwn = 64, kStream = 64, kThreads = 256, kBlocks = 2;
+  static constexpr int kColumns = kColumnCount;          // of a panel
+  static constexpr int kFloats = 4 * kColumns / 16;      // sums of a thread
+  static constexpr int kDims = 32, kStride = kDims + 4;  // of a slice of operands
+  static constexpr int kRows = 32;                       // of a slice of X
+  static constexpr int kWeightStride = kStream + 4;
+  static constexpr int kSliceFloats =
+      2 * 64 * kStride > kRows* kColumns ? 2 * 64 * kStride : kRows* kColumns;
+  static constexpr int kBytes = 4 * (kSliceFloats + kOwn * kWeightStride);
+  using Work = GradientWork<kRowsOwn, kOwn, kStream>;
+
+  __device__ __forceinline__ Fp32Gradients(const GradientParams& p, const GradientPlan& plan,
+                                           const Work& work, std::byte* shared)
+      : p_(p),
+        plan_(plan),
+        work_(work),
+        rule_(p),
+        q_{p.q.data, p.q_dtype, p.head_dim, plan.q_aligned},
+        k_{p.k.data, p.kv_dtype, p.head_dim, plan.k_aligned},
+        v_{p.v.data, p.kv_dtype, p.value_dim, plan.v_aligned},
+        dout_{p.dout.data, p.dout_dtype, p.value_dim, plan.dout_aligned},
+        slice_(reinterpret_cast<float*>(shared)),
+        weights_(slice_ + kSliceFloats) {}
+
+  __device__ __forceinline__ void load_owned() {
+#pragma unroll
+    for (double& slope : slopes_) slope = 0.0;
+  }
+  __device__ __forceinline__ void load(int) const {}
+  __device__ __forceinline__ void wait() const {}
+
+  __device__ __forceinline__ void multiply(const StreamTile& tile, int number,
+                                           float (&sums)[kFloats]) {
+    const int slot = number % Work::kSlots;
+    const auto& stream = work_.stream[slot];
+    const bool of_values = work_.gradient == Gradient::dv;
+    float s[4][4] = {}, g[4][4] = {};
+    add_products(s, kRowsOwn ? q_ : k_, work_.own.first_at, kRowsOwn ? k_ : q_, stream.first_at);
+    if (!of_values)
+      add_products(g, kRowsOwn ? dout_ : v_, work_.own.second_at, kRowsOwn ? v_ : dout_,
+                   stream.second_at);
+    weigh_all(s, g, work_.full(tile, slot), slot, of_values);
+    if (of_values)
+      add_weighed(sums, dout_, stream.second_at);
+    else
+      add_weighed(sums, kRowsOwn ? k_ : q_, stream.first_at);
+  }
+
+  __device__ __forceinline__ void store(const float (&sums)[kFloats]) {
+    const GradientSums& to = kRowsOwn ? p_.dq : work_.gradient == Gradient::dv ? p_.dv : p_.dk;
+    const std::int64_t first = kRowsOwn ? work_.sequence.first_row * group_of(p_) + work_.first
+                                        : first_key_sum(p_, work_.sequence.index) + work_.first;
+    const bool resume = kRowsOwn ? p_.resume_rows : p_.resume_keys;
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int own = y() + 16 * r;
+      if (own >= work_.count) continue;
+      float* const row = to.at(work_.kv_head, first + own);
+#pragma unroll
+      for (int c = 0; c < kColumns / 64; ++c) {
+        const int column = work_.column + c * 64 + x() * 4;
+        if (column >= GradientSums::padded(to.dim)) continue;
+        const float* const own_sums = sums + r * (kColumns / 16) + c * 4;
+        float4 sum = make_float4(own_sums[0], own_sums[1], own_sums[2], own_sums[3]);
+        float4& at = *reinterpret_cast<float4*>(row + column);
+        if (resume) {
+          const float4 before = at;
+          sum = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
+        }
+        at = sum;
+      }
+    }
+    if (kRowsOwn && plan_.slopes != nullptr && work_.column == 0) store_slopes(first);
+  }
+
+ private:
+  __device__ static int x() { return static_cast<int>(threadIdx.x) % 16; }
+  __device__ static int y() { return static_cast<int>(threadIdx.x) / 16; }
+
+  /// s += A B^T. A thread has owned ones y + 16 i, and streamed ones x + 16 j.
+  __device__ __forceinline__ void add_products(float (&s)[4][4], const GradientTensor& a,
+                                               const std::int64_t* a_at, const GradientTensor& b,
+                                               const std::int64_t* b_at) const {
+    float* const of_a = slice_;
+    float* const of_b = slice_ + 64 * kStride;
+#pragma unroll 1
+    for (int first = 0; first < a.dim; first += kDims) {
+      __syncthreads();  // every thread is done with the last slice
+#pragma unroll
+      for (int i = static_cast<int>(threadIdx.x); i < 64 * kDims / 4; i += kThreads) {
+        const int row = i / (kDims / 4), d = i % (kDims / 4) * 4;
+        *reinterpret_cast<float4*>(of_a + row * kStride + d) = load_four(a, a_at[row], first + d);
+        *reinterpret_cast<float4*>(of_b + row * kStride + d) = load_four(b, b_at[row], first + d);
+      }
+      __syncthreads();  // the slice is there
+#pragma unroll 2
+      for (int d = 0; d < kDims; d += 4) {
+        float4 own[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          own[i] = *reinterpret_cast<const float4*>(of_a + (y() + 16 * i) * kStride + d);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float4 other =
+              *reinterpret_cast<const float4*>(of_b + (x() + 16 * j) * kStride + d);
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            s[i][j] = fmaf(
+                own[i].w, other.w,
+                fmaf(own[i].z, other.z, fmaf(own[i].y, other.y, fmaf(own[i].x, other.x, s[i][j]))));
+        }
+      }
+    }
+  }
+
+  /// Writes W, [owned, streamed].
+  __device__ __forceinline__ void weigh_all(const float (&s)[4][4], const float (&g)[4][4],
+                                            bool full, int slot, bool of_values) {
+    const auto& rows = work_.rows(slot);
+    const auto& keys = work_.keys(slot);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float slope = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int own = y() + 16 * i, other = x() + 16 * j;
+        const int row = kRowsOwn ? own : other, key = kRowsOwn ? other : own;
+        const bool seen = full || rows.view[row].contains(keys.place[key]);
+        const float bias = rule_.biased ? bias_of(p_, work_.sequence.index, rows.index[row],
+                                                  rows.head[row], keys.column[key])
+                                        : 0.0f;
+        const Weighed found =
+            weigh(rule_, s[i][j], g[i][j], bias, seen, rows.lse[row], rows.lse_low[row],
+                  rows.d[row], [](float e) { return exp2f(e); });
+        weights_[own * kWeightStride + other] = of_values ? found.p : found.dx;
+        if (kRowsOwn && plan_.slopes != nullptr)
+          slope = fmaf(found.ds,
+                       alibi_distance(p_.bias.alibi, rows.index[row], keys.column[key], 0), slope);
+      }
+      if (kRowsOwn && plan_.slopes != nullptr) slopes_[i] += double{slope};
+    }
+  }
+
+  /// Sums += W X. What has no weight is skipped: infinity and NaN in X then reach only those that
+  /// have a weight for them.
+  __device__ __forceinline__ void add_weighed(float (&sums)[kFloats], const GradientTensor& from,
+                                              const std::int64_t* at) const {
+#pragma unroll 1
+    for (int first = 0; first < kStream; first += kRows) {
+      __syncthreads();  // W is there, and every thread is done with the last slice
+#pragma unroll
+      for (int i = static_cast<int>(threadIdx.x); i < kRows * kColumns / 4; i += kThreads) {
+        const int row = i / (kColumns / 4), d = i % (kColumns / 4) * 4;
+        *reinterpret_cast<float4*>(slice_ + row * kColumns + d) =
+            load_four(from, at[first + row], work_.column + d);
+      }
+      __syncthreads();  // the slice is there
+#pragma unroll 4
+      for (int j = 0; j < kRows; ++j) {
+        float weight[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          weight[r] = weights_[(y() + 16 * r) * kWeightStride + first + j];
+#pragma unroll
+        for (int c = 0; c < kColumns / 64; ++c) {
+          const float4 row =
+              *reinterpret_cast<const float4*>(slice_ + j * kColumns + c * 64 + x() * 4);
+#pragma unroll
+          for (int r = 0; r < 4; ++r) {
+            float* const sum = sums + r * (kColumns / 16) + c * 4;
+            if (weight[r] != 0.0f) {
+              sum[0] = fmaf(weight[r], row.x, sum[0]);
+              sum[1] = fmaf(weight[r], row.y, sum[1]);
+              sum[2] = fmaf(weight[r], row.z, sum[2]);
+              sum[3] = fmaf(weight[r], row.w, sum[3]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// Adds up what the 16 threads of a row have.
+  __device__ __forceinline__ void store_slopes(std::int64_t first) const {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      double sum = slopes_[r];
+#pragma unroll
+      for (int step = 1; step < 16; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      const int own = y() + 16 * r;
+      if (x() == 0 && own < work_.count)
+        plan_.slopes[work_.kv_head * p_.tokens * group_of(p_) + first + own] = sum;
+    }
+  }
+
+  const GradientParams& p_;
+  const GradientPlan& plan_;
+  const Work& work_;
+  const ScoreRule rule_;
+  const GradientTensor q_, k_, v_, dout_;
+  float* const slice_;    // of operands, or of X
+  float* const weights_;  // [owned, kWeightStride] W
+  double slopes_[4];      // of the thread's rows: dS times distances
+};
+
+}  // namespace longspan::kernels::cuda

@@ -1,0 +1,115 @@
+// Backward on a GPU against float64: every family of kernels, over types, head dims, masks, groups,
+// layouts, biases; and its bits.
+#include <gtest/gtest.h>
+
+#include "tests/gpu/on_gpu.hpp"
+#include "tests/support/device_gradients.hpp"
+
+namespace longspan::tests {
+namespace {
+
+class GpuGradients : public OnDevice {
+ protected:
+  void expect_exact(const GradientCase& c) {
+    const auto seed = static_cast<std::uint32_t>(random_());
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    const DeviceGradients problem(c, seed);
+    EXPECT_TRUE(is_close(problem.run(backend()), problem.plain<double>(), problem.plain<float>(),
+                         unit_of(c)));
+  }
+  /// The rounding of weights, of which sums keep half.
+  static double unit_of(const GradientCase& c) {
+    if (c.dtype == DType::bf16) return 0x1p-9;
+    if (c.dtype == DType::fp16) return 0x1p-12;
+    return c.tf32 ? 0x1p-11 : 0;
+  }
+};
+
+/// Cases that differ in one feature from each other, of one type and head.
+std::vector<GradientCase> features(const GradientCase& of) {
+  std::vector<GradientCase> all;
+  const auto with = [&](const auto& change) {
+    GradientCase c = of;
+    change(c);
+    all.push_back(c);
+  };
+  with([](GradientCase&) {});
+  with([](GradientCase& c) { c.mask.causal = true; });
+  with([](GradientCase& c) { c.mask = {.causal = true, .window = 40}; });
+  with([](GradientCase& c) { c.mask = {.window = 30, .right = 20}; });
+  with([](GradientCase& c) {
+    c.mask = {.causal = true, .alignment = Alignment::upper_left};
+    c.query_len = {100};
+    c.kv_len = {70};
+  });
+  with([](GradientCase& c) {
+    c.heads = 6;
+    c.kv_heads = 2;
+    c.query_len = {33};
+    c.mask.causal = true;
+  });
+  with([](GradientCase& c) {
+    c.heads = 3;
+    c.query_len = {1, 0, 70, 20};
+    c.kv_len = {150, 30, 70, 0};
+    c.causal = {1, 0, 1, 1};
+  });
+  with([](GradientCase& c) {
+    c.query_len = {60, 40};
+    c.kv_len = {90, 130};
+    c.left_padding = {20, 0};
+    c.used_rows = {50, 40};
+    c.mask.causal = true;
+    c.padded = true;
+  });
+  with([](GradientCase& c) {
+    c.query_len = c.kv_len = {130};
+    c.documents = {3, 50, 50, 111};
+    c.mask.causal = true;
+  });
+  with([](GradientCase& c) {
+    c.softcap = 1.5f;
+    c.mask.causal = true;
+  });
+  with([](GradientCase& c) {
+    c.alibi = Alibi::query;
+    c.mask.causal = true;
+  });
+  with([](GradientCase& c) {
+    c.alibi = Alibi::sqrt;
+    c.slopes_of_sequences = true;
+    c.query_len = {30, 50};
+    c.kv_len = {60, 50};
+    c.softcap = 2;
+  });
+  for (const Layout layout :
+       {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved, Layout::listed})
+    with([&](GradientCase& c) {
+      c.mask = {.causal = true, .window = 90};
+      c.query_len = {90};
+      c.kv_len = {300};
+      c.keys = {layout, 32};
+      c.key_ranks = 2;
+      if (layout == Layout::listed) return;
+      c.rows = {layout, 16};
+      c.row_ranks = 2;
+    });
+  return all;
+}
+
+TEST_F(GpuGradients, OfFp32) {
+  for (const GradientCase& c : features({})) expect_exact(c);
+}
+
+TEST_F(GpuGradients, OfAnyHead) {
+  for (const int dim : {1, 8, 40, 100, 128, 203, 256, 576})
+    expect_exact({.dim = dim,
+                  .value_dim = std::min(dim, 512),
+                  .query_len = {20},
+                  .kv_len = {80},
+                  .mask = {.causal = true}});
+  expect_exact({.dim = 48, .value_dim = 130, .query_len = {20}, .kv_len = {80}});
+  expect_exact({.dim = 130, .value_dim = 16, .query_len = {20}, .kv_len = {80}, .gap = 3});
+}
+}  // namespace
+}  // namespace longspan::tests

@@ -17,11 +17,12 @@ class GpuGradients : public OnDevice {
     EXPECT_TRUE(is_close(problem.run(backend()), problem.plain<double>(), problem.plain<float>(),
                          unit_of(c)));
   }
-  /// The rounding of weights, of which sums keep half.
+  /// The largest rounding of a term: of its weight, and of dout if it has another type.
   static double unit_of(const GradientCase& c) {
-    if (c.dtype == DType::bf16) return 0x1p-9;
-    if (c.dtype == DType::fp16) return 0x1p-12;
-    return c.tf32 ? 0x1p-11 : 0;
+    const double more = c.dout_dtype.value_or(c.dtype) != c.dtype ? 2 : 1;
+    if (c.dtype == DType::bf16) return more * 0x1p-8;
+    if (c.dtype == DType::fp16) return more * 0x1p-11;
+    return c.tf32 ? 2 * 0x1p-11 : 0;
   }
 };
 
@@ -99,6 +100,26 @@ std::vector<GradientCase> features(const GradientCase& of) {
 
 TEST_F(GpuGradients, OfFp32) {
   for (const GradientCase& c : features({})) expect_exact(c);
+}
+
+TEST_F(GpuGradients, Of16Bits) {
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const GradientCase& c : features({.dtype = dtype})) expect_exact(c);
+}
+
+TEST_F(GpuGradients, Of16BitsAndAnyHead) {
+  for (const DType dtype : {DType::bf16, DType::fp16})
+    for (const int dim : {1, 8, 40, 100, 128, 203, 256, 300})
+      expect_exact({.dtype = dtype,
+                    .dim = dim,
+                    .query_len = {40},
+                    .kv_len = {100},
+                    .mask = {.causal = true},
+                    .gap = dim % 8});
+  expect_exact({.dtype = DType::bf16, .dim = 192, .value_dim = 128, .query_len = {40}});
+  expect_exact({.dtype = DType::fp16, .dim = 24, .value_dim = 70, .query_len = {40}});
+  expect_exact({.dtype = DType::bf16, .dout_dtype = DType::fp32, .query_len = {40}});
+  expect_exact({.dtype = DType::bf16, .dout_dtype = DType::fp16, .query_len = {40}});
 }
 
 TEST_F(GpuGradients, OfAnyHead) {

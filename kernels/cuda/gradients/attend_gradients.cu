@@ -26,6 +26,12 @@ struct GradientFamily {
 int widest_dim(const GradientParams& p) { return std::max(p.head_dim, p.value_dim); }
 
 constexpr GradientFamily kFamilies[] = {
+    {"gradients_16bit",
+     [](const GradientParams& p) { return p.dtype != DType::fp32 && widest_dim(p) <= 256; },
+     [](const GradientParams& p, bool rows_own) {
+       return p.dtype == DType::bf16 ? gradients_bf16(rows_own, widest_dim(p))
+                                     : gradients_fp16(rows_own, widest_dim(p));
+     }},
     {"gradients_fp32", [](const GradientParams&) { return true; },
      [](const GradientParams& p, bool rows_own) {
        return gradients_fp32(rows_own, rows_own ? p.head_dim : widest_dim(p));

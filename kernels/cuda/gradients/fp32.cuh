@@ -5,7 +5,7 @@
 // dims, and summed dim by dim, so that dP of a row that sees one key is its D to the bit.
 #pragma once
 
-#include "kernels/cuda/gradients/loop.cuh"
+#include "kernels/cuda/gradients/operands.cuh"
 
 namespace longspan::kernels::cuda {
 
@@ -33,7 +33,10 @@ __device__ inline float4 load_four(const GradientTensor& from, std::int64_t at, 
 }
 
 template <bool kOfRows, int kColumnCount>
-class Fp32Gradients {
+class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
+  using Operands = GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows>;
+  using Operands::p_, Operands::work_;
+
  public:
   static constexpr bool kRowsOwn = kOfRows;
   static constexpr int kOwn = 64, kStream = 64, kThreads = 256, kBlocks = 2;
@@ -49,14 +52,8 @@ class Fp32Gradients {
 
   __device__ __forceinline__ Fp32Gradients(const GradientParams& p, const GradientPlan& plan,
                                            const Work& work, std::byte* shared)
-      : p_(p),
-        plan_(plan),
-        work_(work),
+      : Operands(p, plan, work),
         rule_(p),
-        q_{p.q.data, p.q_dtype, p.head_dim, plan.q_aligned},
-        k_{p.k.data, p.kv_dtype, p.head_dim, plan.k_aligned},
-        v_{p.v.data, p.kv_dtype, p.value_dim, plan.v_aligned},
-        dout_{p.dout.data, p.dout_dtype, p.value_dim, plan.dout_aligned},
         slice_(reinterpret_cast<float*>(shared)),
         weights_(slice_ + kSliceFloats) {}
 
@@ -71,24 +68,22 @@ class Fp32Gradients {
                                            float (&sums)[kFloats]) {
     const int slot = number % Work::kSlots;
     const auto& stream = work_.stream[slot];
-    const bool of_values = work_.gradient == Gradient::dv;
+    const bool of_values = this->of_values();
     float s[4][4] = {}, g[4][4] = {};
-    add_products(s, kRowsOwn ? q_ : k_, work_.own.first_at, kRowsOwn ? k_ : q_, stream.first_at);
+    add_products(s, this->own_first(), work_.own.first_at, this->stream_first(), stream.first_at);
     if (!of_values)
-      add_products(g, kRowsOwn ? dout_ : v_, work_.own.second_at, kRowsOwn ? v_ : dout_,
+      add_products(g, this->own_second(), work_.own.second_at, this->stream_second(),
                    stream.second_at);
     weigh_all(s, g, work_.full(tile, slot), slot, of_values);
     if (of_values)
-      add_weighed(sums, dout_, stream.second_at);
+      add_weighed(sums, this->stream_second(), stream.second_at);
     else
-      add_weighed(sums, kRowsOwn ? k_ : q_, stream.first_at);
+      add_weighed(sums, this->stream_first(), stream.first_at);
   }
 
   __device__ __forceinline__ void store(const float (&sums)[kFloats]) {
-    const GradientSums& to = kRowsOwn ? p_.dq : work_.gradient == Gradient::dv ? p_.dv : p_.dk;
-    const std::int64_t first = kRowsOwn ? work_.sequence.first_row * group_of(p_) + work_.first
-                                        : first_key_sum(p_, work_.sequence.index) + work_.first;
-    const bool resume = kRowsOwn ? p_.resume_rows : p_.resume_keys;
+    const GradientSums& to = this->target();
+    const std::int64_t first = this->first_sum();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int own = y() + 16 * r;
@@ -101,14 +96,14 @@ class Fp32Gradients {
         const float* const own_sums = sums + r * (kColumns / 16) + c * 4;
         float4 sum = make_float4(own_sums[0], own_sums[1], own_sums[2], own_sums[3]);
         float4& at = *reinterpret_cast<float4*>(row + column);
-        if (resume) {
+        if (this->resumes()) {
           const float4 before = at;
           sum = make_float4(before.x + sum.x, before.y + sum.y, before.z + sum.z, before.w + sum.w);
         }
         at = sum;
       }
     }
-    if (kRowsOwn && plan_.slopes != nullptr && work_.column == 0) store_slopes(first);
+    if (this->wants_slopes()) store_slopes();
   }
 
  private:
@@ -171,11 +166,11 @@ class Fp32Gradients {
             weigh(rule_, s[i][j], g[i][j], bias, seen, rows.lse[row], rows.lse_low[row],
                   rows.d[row], [](float e) { return exp2f(e); });
         weights_[own * kWeightStride + other] = of_values ? found.p : found.dx;
-        if (kRowsOwn && plan_.slopes != nullptr)
+        if (this->wants_slopes())
           slope = fmaf(found.ds,
                        alibi_distance(p_.bias.alibi, rows.index[row], keys.column[key], 0), slope);
       }
-      if (kRowsOwn && plan_.slopes != nullptr) slopes_[i] += double{slope};
+      if (this->wants_slopes()) slopes_[i] += double{slope};
     }
   }
 
@@ -219,23 +214,18 @@ class Fp32Gradients {
   }
 
   /// Adds up what the 16 threads of a row have.
-  __device__ __forceinline__ void store_slopes(std::int64_t first) const {
+  __device__ __forceinline__ void store_slopes() const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       double sum = slopes_[r];
 #pragma unroll
       for (int step = 1; step < 16; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
       const int own = y() + 16 * r;
-      if (x() == 0 && own < work_.count)
-        plan_.slopes[work_.kv_head * p_.tokens * group_of(p_) + first + own] = sum;
+      if (x() == 0 && own < work_.count) this->slope_of(own) = sum;
     }
   }
 
-  const GradientParams& p_;
-  const GradientPlan& plan_;
-  const Work& work_;
   const ScoreRule rule_;
-  const GradientTensor q_, k_, v_, dout_;
   float* const slice_;    // of operands, or of X
   float* const weights_;  // [owned, kWeightStride] W
   double slopes_[4];      // of the thread's rows: dS times distances

@@ -15,14 +15,7 @@ class GpuGradients : public OnDevice {
     SCOPED_TRACE("seed " + std::to_string(seed));
     const DeviceGradients problem(c, seed);
     EXPECT_TRUE(is_close(problem.run(backend()), problem.plain<double>(), problem.plain<float>(),
-                         unit_of(c)));
-  }
-  /// The largest rounding of a term: of its weight, and of dout if it has another type.
-  static double unit_of(const GradientCase& c) {
-    const double more = c.dout_dtype.value_or(c.dtype) != c.dtype ? 2 : 1;
-    if (c.dtype == DType::bf16) return more * 0x1p-8;
-    if (c.dtype == DType::fp16) return more * 0x1p-11;
-    return c.tf32 ? 2 * 0x1p-11 : 0;
+                         largest_rounding(c)));
   }
 };
 
@@ -96,6 +89,59 @@ std::vector<GradientCase> features(const GradientCase& of) {
       c.row_ranks = 2;
     });
   return all;
+}
+
+TEST_F(GpuGradients, OfQqBias) {
+  for (const DType dtype : {DType::fp32, DType::bf16}) {
+    GradientCase c{.dtype = dtype, .query_len = {70}, .kv_len = {90}, .qq = true};
+    expect_exact(c);
+    c.mask.causal = true;
+    c.softcap = 2;
+    c.alibi = Alibi::context;
+    expect_exact(c);
+    c.heads = 4;
+    c.kv_heads = 2;
+    c.query_len = {30, 0, 70, 5};
+    c.kv_len = {60, 20, 70, 5};
+    expect_exact(c);
+    c.mask.causal = false;
+    c.keys = c.rows = {Layout::striped};
+    c.key_ranks = 2;
+    c.row_ranks = 3;
+    expect_exact(c);
+    GradientCase listed{.dtype = dtype, .query_len = {40}, .kv_len = {90}, .qq = true};
+    listed.keys.layout = Layout::listed;
+    listed.key_ranks = 2;
+    expect_exact(listed);
+  }
+}
+
+/// Two ranks' sums are the halves of the tree's last fold, in either way to cut.
+TEST_F(GpuGradients, InTheFixedOrder) {
+  for (const GradientCase& c : features({.dtype = DType::fp16, .heads = 1, .invariant = true}))
+    expect_exact(c);
+  for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16}) {
+    GradientCase c{.dtype = dtype,
+                   .heads = 1,
+                   .query_len = {200, 0, 140},
+                   .kv_len = {200, 130, 300},
+                   .mask = {.causal = true},
+                   .invariant = true};
+    expect_exact(c);
+    const auto seed = static_cast<std::uint32_t>(random_());
+    const Gradients whole = DeviceGradients(c, seed).run(backend());
+    EXPECT_TRUE(whole == DeviceGradients(c, seed).run(backend())) << "a second time";
+    for (const Layout layout : {Layout::contiguous, Layout::interleaved}) {
+      GradientCase cut = c;
+      cut.keys = cut.rows = {layout};
+      const Gradients one = DeviceGradients(cut, seed).run(backend());
+      cut.key_ranks = 2;
+      EXPECT_TRUE(one == DeviceGradients(cut, seed).run(backend())) << name(layout) << ", keys";
+      cut.key_ranks = 1;
+      cut.row_ranks = 2;
+      EXPECT_TRUE(one == DeviceGradients(cut, seed).run(backend())) << name(layout) << ", rows";
+    }
+  }
 }
 
 TEST_F(GpuGradients, OfFp32) {

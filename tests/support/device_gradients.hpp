@@ -56,6 +56,15 @@ struct GradientCase {
   int batch() const { return static_cast<int>(query_len.size()); }
 };
 
+/// The largest rounding of a term, relative to it: of its weight, and of dout if it has another
+/// type than products have. 0: that of fp32.
+inline double largest_rounding(const GradientCase& c) {
+  const double roundings = c.dout_dtype.value_or(c.dtype) != c.dtype ? 2 : 1;
+  if (c.dtype == DType::bf16) return roundings * 0x1p-8;
+  if (c.dtype == DType::fp16) return roundings * 0x1p-11;
+  return c.tf32 ? 2 * 0x1p-11 : 0;
+}
+
 /// Gradients of whole tensors.
 struct Gradients {
   std::vector<double> dq;  // [tokens, heads, dim]

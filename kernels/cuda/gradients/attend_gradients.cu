@@ -141,6 +141,7 @@ void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stre
   }
   if (p.biases.slopes != nullptr && p.dq.data != nullptr && p.batch.size > 0)
     add_slope_gradients(p, slopes, stream);
+  if (p.biases.qq != nullptr && p.bias.qq.width > 0 && p.tokens > 0) add_qq_gradients(p, stream);
 }
 
 std::size_t gradient_scratch(const GradientParams& bounds, const Gpu& gpu) {

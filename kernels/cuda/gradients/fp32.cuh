@@ -32,6 +32,52 @@ __device__ inline float4 load_four(const GradientTensor& from, std::int64_t at, 
   return make_float4(element(0), element(1), element(2), element(3));
 }
 
+// A block of 16 x 16 threads multiplies 64 rows of A by 64 of B. A thread has those of A that are
+// y + 16 i, and those of B that are x + 16 j.
+inline constexpr int kFp32Threads = 256;
+inline constexpr int kFp32Dims = 32;                   // of a slice in shared memory
+inline constexpr int kFp32Stride = kFp32Dims + 4;      // the pad moves rows to other banks
+inline constexpr int kFp32Floats = 128 * kFp32Stride;  // of a slice of A and B
+
+__device__ inline int fp32_x() { return static_cast<int>(threadIdx.x) % 16; }
+__device__ inline int fp32_y() { return static_cast<int>(threadIdx.x) / 16; }
+
+/// s += A B^T; `slice` is free after a barrier. Rows are loaded from where `a_at` and `b_at` say.
+__device__ inline void add_fp32_products(float (&s)[4][4], float* slice, const GradientTensor& a,
+                                         const std::int64_t* a_at, const GradientTensor& b,
+                                         const std::int64_t* b_at) {
+  float* const of_a = slice;
+  float* const of_b = slice + 64 * kFp32Stride;
+#pragma unroll 1
+  for (int first = 0; first < a.dim; first += kFp32Dims) {
+    __syncthreads();  // every thread is done with the last slice
+#pragma unroll
+    for (int i = static_cast<int>(threadIdx.x); i < 64 * kFp32Dims / 4; i += kFp32Threads) {
+      const int row = i / (kFp32Dims / 4), d = i % (kFp32Dims / 4) * 4, to = row * kFp32Stride + d;
+      *reinterpret_cast<float4*>(of_a + to) = load_four(a, a_at[row], first + d);
+      *reinterpret_cast<float4*>(of_b + to) = load_four(b, b_at[row], first + d);
+    }
+    __syncthreads();  // the slice is there
+#pragma unroll 2
+    for (int d = 0; d < kFp32Dims; d += 4) {
+      float4 own[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        own[i] = *reinterpret_cast<const float4*>(of_a + (fp32_y() + 16 * i) * kFp32Stride + d);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float4 other =
+            *reinterpret_cast<const float4*>(of_b + (fp32_x() + 16 * j) * kFp32Stride + d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          s[i][j] = fmaf(
+              own[i].w, other.w,
+              fmaf(own[i].z, other.z, fmaf(own[i].y, other.y, fmaf(own[i].x, other.x, s[i][j]))));
+      }
+    }
+  }
+}
+
 template <bool kOfRows, int kColumnCount>
 class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
   using Operands = GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows>;
@@ -39,14 +85,12 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
 
  public:
   static constexpr bool kRowsOwn = kOfRows;
-  static constexpr int kOwn = 64, kStream = 64, kThreads = 256, kBlocks = 2;
-  static constexpr int kColumns = kColumnCount;          // of a panel
-  static constexpr int kFloats = 4 * kColumns / 16;      // sums of a thread
-  static constexpr int kDims = 32, kStride = kDims + 4;  // of a slice of operands
-  static constexpr int kRows = 32;                       // of a slice of X
+  static constexpr int kOwn = 64, kStream = 64, kThreads = kFp32Threads, kBlocks = 2;
+  static constexpr int kColumns = kColumnCount;      // of a panel
+  static constexpr int kFloats = 4 * kColumns / 16;  // sums of a thread
+  static constexpr int kRows = 32;                   // of a slice of X
   static constexpr int kWeightStride = kStream + 4;
-  static constexpr int kSliceFloats =
-      2 * 64 * kStride > kRows* kColumns ? 2 * 64 * kStride : kRows* kColumns;
+  static constexpr int kSliceFloats = kFp32Floats > kRows* kColumns ? kFp32Floats : kRows* kColumns;
   static constexpr int kBytes = 4 * (kSliceFloats + kOwn * kWeightStride);
   using Work = GradientWork<kRowsOwn, kOwn, kStream>;
 
@@ -70,10 +114,11 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
     const auto& stream = work_.stream[slot];
     const bool of_values = this->of_values();
     float s[4][4] = {}, g[4][4] = {};
-    add_products(s, this->own_first(), work_.own.first_at, this->stream_first(), stream.first_at);
+    add_fp32_products(s, slice_, this->own_first(), work_.own.first_at, this->stream_first(),
+                      stream.first_at);
     if (!of_values)
-      add_products(g, this->own_second(), work_.own.second_at, this->stream_second(),
-                   stream.second_at);
+      add_fp32_products(g, slice_, this->own_second(), work_.own.second_at, this->stream_second(),
+                        stream.second_at);
     weigh_all(s, g, work_.full(tile, slot), slot, of_values);
     if (of_values)
       add_weighed(sums, this->stream_second(), stream.second_at);
@@ -86,12 +131,12 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
     const std::int64_t first = this->first_sum();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int own = y() + 16 * r;
+      const int own = fp32_y() + 16 * r;
       if (own >= work_.count) continue;
       float* const row = to.at(work_.kv_head, first + own);
 #pragma unroll
       for (int c = 0; c < kColumns / 64; ++c) {
-        const int column = work_.column + c * 64 + x() * 4;
+        const int column = work_.column + c * 64 + fp32_x() * 4;
         if (column >= GradientSums::padded(to.dim)) continue;
         const float* const own_sums = sums + r * (kColumns / 16) + c * 4;
         float4 sum = make_float4(own_sums[0], own_sums[1], own_sums[2], own_sums[3]);
@@ -107,45 +152,6 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
   }
 
  private:
-  __device__ static int x() { return static_cast<int>(threadIdx.x) % 16; }
-  __device__ static int y() { return static_cast<int>(threadIdx.x) / 16; }
-
-  /// s += A B^T. A thread has owned ones y + 16 i, and streamed ones x + 16 j.
-  __device__ __forceinline__ void add_products(float (&s)[4][4], const GradientTensor& a,
-                                               const std::int64_t* a_at, const GradientTensor& b,
-                                               const std::int64_t* b_at) const {
-    float* const of_a = slice_;
-    float* const of_b = slice_ + 64 * kStride;
-#pragma unroll 1
-    for (int first = 0; first < a.dim; first += kDims) {
-      __syncthreads();  // every thread is done with the last slice
-#pragma unroll
-      for (int i = static_cast<int>(threadIdx.x); i < 64 * kDims / 4; i += kThreads) {
-        const int row = i / (kDims / 4), d = i % (kDims / 4) * 4;
-        *reinterpret_cast<float4*>(of_a + row * kStride + d) = load_four(a, a_at[row], first + d);
-        *reinterpret_cast<float4*>(of_b + row * kStride + d) = load_four(b, b_at[row], first + d);
-      }
-      __syncthreads();  // the slice is there
-#pragma unroll 2
-      for (int d = 0; d < kDims; d += 4) {
-        float4 own[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          own[i] = *reinterpret_cast<const float4*>(of_a + (y() + 16 * i) * kStride + d);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float4 other =
-              *reinterpret_cast<const float4*>(of_b + (x() + 16 * j) * kStride + d);
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[i][j] = fmaf(
-                own[i].w, other.w,
-                fmaf(own[i].z, other.z, fmaf(own[i].y, other.y, fmaf(own[i].x, other.x, s[i][j]))));
-        }
-      }
-    }
-  }
-
   /// Writes W, [owned, streamed].
   __device__ __forceinline__ void weigh_all(const float (&s)[4][4], const float (&g)[4][4],
                                             bool full, int slot, bool of_values) {
@@ -156,7 +162,7 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
       float slope = 0.0f;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int own = y() + 16 * i, other = x() + 16 * j;
+        const int own = fp32_y() + 16 * i, other = fp32_x() + 16 * j;
         const int row = kRowsOwn ? own : other, key = kRowsOwn ? other : own;
         const bool seen = full || rows.view[row].contains(keys.place[key]);
         const float bias = rule_.biased ? bias_of(p_, work_.sequence.index, rows.index[row],
@@ -193,11 +199,11 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
         float weight[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-          weight[r] = weights_[(y() + 16 * r) * kWeightStride + first + j];
+          weight[r] = weights_[(fp32_y() + 16 * r) * kWeightStride + first + j];
 #pragma unroll
         for (int c = 0; c < kColumns / 64; ++c) {
           const float4 row =
-              *reinterpret_cast<const float4*>(slice_ + j * kColumns + c * 64 + x() * 4);
+              *reinterpret_cast<const float4*>(slice_ + j * kColumns + c * 64 + fp32_x() * 4);
 #pragma unroll
           for (int r = 0; r < 4; ++r) {
             float* const sum = sums + r * (kColumns / 16) + c * 4;
@@ -220,8 +226,8 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
       double sum = slopes_[r];
 #pragma unroll
       for (int step = 1; step < 16; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      const int own = y() + 16 * r;
-      if (x() == 0 && own < work_.count) this->slope_of(own) = sum;
+      const int own = fp32_y() + 16 * r;
+      if (fp32_x() == 0 && own < work_.count) this->slope_of(own) = sum;
     }
   }
 

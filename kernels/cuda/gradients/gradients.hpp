@@ -37,4 +37,7 @@ std::size_t gradient_scratch(const GradientParams& bounds, const Gpu& gpu);
 /// Adds the sums of rows of each head, [kv_heads, tokens * group], to the gradients of slopes.
 void add_slope_gradients(const GradientParams& p, const double* rows, cudaStream_t stream);
 
+/// Adds up the gradients of qq_bias. Their products are of fp32, whatever those of the others are.
+void add_qq_gradients(const GradientParams& p, cudaStream_t stream);
+
 }  // namespace longspan::kernels::cuda

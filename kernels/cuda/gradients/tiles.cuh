@@ -31,13 +31,18 @@ struct RowSlots {
   float lse[kCount], lse_low[kCount], d[kCount];
   int index[kCount], head[kCount];  // for biases, as in QueryRow
 
+  /// The i-th of the packed rows [first, first + count), or the last one without any weight.
   __device__ void find(int i, const GradientParams& p, const Divisor& by_group,
                        const Sequence& sequence, int kv_head, std::int64_t first, int count) {
     const TileCoord tile{sequence.index, kv_head, 0, first, count, by_group};
-    const PackedRow at = packed_row(tile, min(i, count - 1));
+    set(i, p, sequence, packed_row(tile, min(i, count - 1)), i < count);
+  }
+  /// A row; `exists`: it may have weights.
+  __device__ void set(int i, const GradientParams& p, const Sequence& sequence, const PackedRow& at,
+                      bool exists) {
     const std::int64_t token = sequence.first_row + at.token;
     RowTerm term = p.terms[token * p.heads + at.head];
-    if (i >= count || term.lse == -infinity()) term = {infinity(), 0.0f, 0.0f};
+    if (!exists || term.lse == -infinity()) term = {infinity(), 0.0f, 0.0f};
     const bool sees_some = term.lse != infinity();
     first_at[i] = sees_some ? p.q.offset(token, at.head) : kNoRow;
     second_at[i] = sees_some ? p.dout.offset(token, at.head) : kNoRow;
@@ -58,12 +63,16 @@ struct KeySlots {
   std::int64_t place[kCount];      // what views contain: its local index, or its position; -1: none
   int column[kCount];              // for biases, as in key_column
 
-  /// `view`: of the rows that it meets; other keys are not read.
+  /// The i-th of the keys [first, first + count). `view`: of the rows that it meets; other keys are
+  /// not read.
   __device__ void find(int i, const GradientParams& p, const Sequence& sequence, int kv_head,
                        std::int64_t first, int count, const View& view) {
-    const std::int64_t key = first + i;
-    bool is_read = i < count && view.any.contains(key);
-    place[i] = i >= count ? -1 : view.table != nullptr ? view.table[key] : key;
+    set(i, p, sequence, kv_head, first + i, i < count, view);
+  }
+  __device__ void set(int i, const GradientParams& p, const Sequence& sequence, int kv_head,
+                      std::int64_t key, bool exists, const View& view) {
+    bool is_read = exists && view.any.contains(key);
+    place[i] = !exists ? -1 : view.table != nullptr ? view.table[key] : key;
     if (view.table != nullptr && is_read) is_read = view.positions.contains(place[i]);
     first_at[i] = is_read ? p.k.offset(sequence.first_key + key, kv_head) : kNoRow;
     second_at[i] = is_read ? p.v.offset(sequence.first_key + key, kv_head) : kNoRow;

@@ -1,0 +1,98 @@
+// Small cases of every kernel of backward, a schedule each, as those of attention in
+// kernels_test.cpp.
+#include <gtest/gtest.h>
+
+#include "tests/support/device_gradients.hpp"
+#include "tests/support/fresh_seed.hpp"
+
+namespace longspan::tests {
+namespace {
+
+struct Named {
+  const char* name;
+  GradientCase c;
+};
+void PrintTo(const Named& named, std::ostream* out) { *out << named.name; }
+
+class AttendGradients : public ::testing::TestWithParam<Named> {};
+TEST_P(AttendGradients, AsFloat64) {
+  const GradientCase& c = GetParam().c;
+  const DeviceGradients problem(c, fresh_seed());
+  EXPECT_TRUE(is_close(problem.run(*kernels::cuda_backend()), problem.plain<double>(),
+                       problem.plain<float>(), largest_rounding(c)));
+}
+
+constexpr DType kBf16 = DType::bf16, kFp16 = DType::fp16;
+
+// Several tiles stream by each owned one, and several work tiles follow each other in a block of
+// the fixed order.
+const Named kCases[] = {
+    {"fp32", {.query_len = {70}, .kv_len = {140}, .mask = {.causal = true}}},
+    {"fp32_of_dim_130", {.dim = 130, .query_len = {40}, .kv_len = {70}}},
+    {"fp32_listed", {.query_len = {40}, .kv_len = {140}, .keys = {Layout::listed}, .key_ranks = 2}},
+    {"fp32_biases", {.query_len = {20, 70}, .kv_len = {20, 80}, .alibi = Alibi::query, .qq = true}},
+    {"fp32_in_order",
+     {.heads = 2,
+      .kv_heads = 2,
+      .query_len = {150},
+      .kv_len = {300},
+      .mask = {.causal = true},
+      .invariant = true}},
+    {"bf16",
+     {.dtype = kBf16,
+      .heads = 1,
+      .query_len = {200},
+      .kv_len = {330},
+      .mask = {.causal = true, .window = 150}}},
+    {"fp16_groups",
+     {.dtype = kFp16,
+      .heads = 6,
+      .kv_heads = 2,
+      .dim = 40,
+      .query_len = {50, 0, 20},
+      .kv_len = {80, 10, 70},
+      .mask = {.causal = true}}},
+    {"bf16_of_dim_128",
+     {.dtype = kBf16, .heads = 1, .dim = 128, .query_len = {70}, .kv_len = {150}}},
+    {"bf16_of_dim_256",
+     {.dtype = kBf16, .heads = 1, .dim = 256, .query_len = {70}, .kv_len = {100}}},
+    {"bf16_any_strides",
+     {.dtype = kBf16,
+      .dout_dtype = DType::fp32,
+      .heads = 1,
+      .query_len = {70},
+      .kv_len = {140},
+      .gap = 1}},
+    {"bf16_biases",
+     {.dtype = kBf16,
+      .heads = 2,
+      .query_len = {90},
+      .kv_len = {130},
+      .mask = {.causal = true},
+      .softcap = 2,
+      .alibi = Alibi::context}},
+    {"bf16_striped",
+     {.dtype = kBf16,
+      .heads = 1,
+      .query_len = {140},
+      .kv_len = {180},
+      .mask = {.causal = true},
+      .keys = {Layout::striped},
+      .key_ranks = 2,
+      .rows = {Layout::striped},
+      .row_ranks = 2}},
+    {"bf16_in_order",
+     {.dtype = kBf16,
+      .heads = 2,
+      .kv_heads = 2,
+      .query_len = {300},
+      .kv_len = {300},
+      .mask = {.causal = true},
+      .invariant = true}},
+};
+std::string name_of(const ::testing::TestParamInfo<Named>& given) { return given.param.name; }
+
+INSTANTIATE_TEST_SUITE_P(Gradients, AttendGradients, ::testing::ValuesIn(kCases), name_of);
+
+}  // namespace
+}  // namespace longspan::tests

@@ -617,14 +617,14 @@ Family upper_left(const Sweep& sweep) {
 }
 
 /// The strategies that give the gradients of a problem; none if no layer does.
-std::vector<std::string> that_go_back(const Problem& p, int ranks) try {
+std::vector<std::string> that_go_back(const Problem& p, int ranks, Device device) try {
   std::vector<std::string> names;
   const Options options = p.layer_options(ranks);
   // Some strategies take keys by a table in some runs only.
   const bool by_table = p.keys.layout == Layout::ranges || p.keys.layout == Layout::listed;
   const Topology topology{ranks, options.ranks_per_node};
   for (const Forecast& f :
-       forecast(options, topology, p.run_size(ranks), built_in_machine(Device::host)))
+       forecast(options, topology, p.run_size(ranks), built_in_machine(device)))
     if (f.refusal.empty() && f.strategy->is_for_nodes_of(options.ranks_per_node, ranks) &&
         (f.reservation.empty() || !by_table))
       names.emplace_back(f.strategy->name);
@@ -636,10 +636,7 @@ std::vector<std::string> that_go_back(const Problem& p, int ranks) try {
 /// Gradients with all options, by one strategy after the other.
 Family gradients(const Sweep& sweep) {
   Family family;
-  if (sweep.gpu) {
-    family.why_empty = "gradients on GPUs are not supported yet";
-    return family;
-  }
+  const Device device = sweep.gpu ? Device::cuda : Device::host;
   Random random(sweep.seed + 17);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
   for (int i = 0; i < sweep.pick(18, 60, 600); ++i) {
@@ -685,10 +682,10 @@ Family gradients(const Sweep& sweep) {
       p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
                         .interleaved = below(random, 2) == 0};
     p.options.invariant = chance(3);
-    std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    std::vector<std::string> names = that_go_back(p, sweep.ranks, device);
     if (names.empty()) {  // a cut without an order
       p.options.invariant = false;
-      names = that_go_back(p, sweep.ranks);
+      names = that_go_back(p, sweep.ranks, device);
     }
     if (names.empty()) continue;
     p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];

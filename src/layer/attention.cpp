@@ -96,8 +96,6 @@ struct Attention::Impl {
     info = &choose_strategy(world, options);
     kernels = make_kernels(world, options.threads);
     kernels->check(bounds());
-    if (options.gradients && !on_host)
-      throw Unsupported("gradients (Options::gradients) on a GPU are not supported yet");
     bias_gradients.emplace(options, *kernels, comm::transport_of(world));
     partial_dout.emplace(options, *kernels, comm::transport_of(world));
     strategy = entry_of(*info).make({options, *kernels, comm::transport_of(world), bounds()});

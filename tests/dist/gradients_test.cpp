@@ -4,15 +4,20 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "comm/transport.hpp"
 #include "longspan/longspan.hpp"
+#include "tests/dist/device_copies.hpp"
 #include "tests/dist/gradient_case.hpp"
 #include "tests/dist/node_sizes.hpp"
+#include "tests/dist/replay.hpp"
 #include "tests/dist/told.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/fresh_seed.hpp"
@@ -140,6 +145,8 @@ class RankProblem {
     part.dsinks = all.dsinks;
     part.dslopes = all.dslopes;
     part.dqq = all.dqq;
+    part.slope_terms = all.slope_terms;
+    part.qq_terms = all.qq_terms;
     return part;
   }
 
@@ -209,6 +216,12 @@ class RankProblem {
 
 GradientResult<float> run_and_go_back(const Communicator& world, RankProblem& rank,
                                       const Options& options) {
+  if (world.device() == Device::cuda) {
+    Attention layer(world, options);
+    run_layer(layer, rank.run_args());
+    run_backward(layer, rank.gradient_args());
+    return rank.found();
+  }
   // [backward]
   Attention layer(world, options);  // with options.gradients
   layer.run(rank.run_args());
@@ -279,6 +292,41 @@ Form random_form(std::mt19937& random, const HostShape& shape, const Forms& form
   return form;
 }
 
+/// What float64 allows. GPUs multiply 16 bits with weights rounded to them: each term of a sum may
+/// be off by half a unit of it, in either direction, and terms of random signs have a sum as large
+/// as the root of their squares.
+::testing::AssertionResult is_right(const GradientResult<float>& found,
+                                    const GradientResult<double>& exact, GradientBounds bounds,
+                                    DType dtype) {
+  if (!wants_gpus() || dtype == fp32) return is_close(found, exact, bounds);
+  const double unit = dtype == bf16 ? 0x1p-9 : 0x1p-12;
+  const auto length = [](const auto& values, const std::vector<double>* from) {
+    double squares = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const double off = values[i] - (from != nullptr ? (*from)[i] : 0.0);
+      squares += off * off;
+    }
+    return std::sqrt(squares);
+  };
+  const auto check = [&](const char* name, const std::vector<float>& a,
+                         const std::vector<double>& e, double& bound) {
+    const double error = length(a, &e);
+    const double most = 4 * unit * length(e, nullptr) + bound * std::sqrt(1.0 * e.size());
+    bound = std::numeric_limits<double>::infinity();  // of one element
+    if (error <= most) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << name << ": error " << error << ", bound " << most;
+  };
+  if (auto r = check("dq", found.dq, exact.dq, bounds.dq); !r) return r;
+  if (auto r = check("dk", found.dk, exact.dk, bounds.dk); !r) return r;
+  if (auto r = check("dv", found.dv, exact.dv, bounds.dv); !r) return r;
+  const auto largest = [](const std::vector<double>& terms) {
+    return terms.empty() ? 0 : *std::max_element(terms.begin(), terms.end());
+  };
+  bounds.dslopes += unit * largest(exact.slope_terms);
+  bounds.dqq += unit * largest(exact.qq_terms);
+  return is_close(found, exact, bounds);
+}
+
 void agree_with_float64(const Forms& forms, int cases) {
   const Communicator world = test_world();
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
@@ -308,8 +356,9 @@ void agree_with_float64(const Forms& forms, int cases) {
     Options options = RankProblem::options(whole, keys, queries, form.strategy);
     options.ranks_per_node = form.per_node;
     const GradientResult<float> found = run_and_go_back(world, rank, options);
-    EXPECT_TRUE(is_close(found, rank.part_of(whole.plain<double>()),
-                         GradientBounds(whole, rank.results_of_all(world))));
+    const GradientResult<double> exact = rank.part_of(whole.plain<double>());
+    EXPECT_TRUE(
+        is_right(found, exact, GradientBounds(whole, rank.results_of_all(world)), shape.dtype));
   }
 }
 
@@ -320,13 +369,20 @@ TEST(Gradients, OnTwoLevelsAgreeWithFloat64) {
   agree_with_float64(forms, forms.size() > 1 ? 40 : 10);
 }
 
+/// Whether every product takes its time, in the simulator.
+#ifdef LONGSPAN_SIMULATED
+bool is_slow() { return wants_gpus(); }
+#else
+bool is_slow() { return false; }
+#endif
+
 struct Small {
   Communicator world = test_world();
   HostShape shape{.heads = 4,
                   .kv_heads = 2,
                   .dim = 32,
-                  .query_len = {600},
-                  .kv_len = {900},
+                  .query_len = {is_slow() ? 60 : 600},
+                  .kv_len = {is_slow() ? 128 * world.size() + 2 : 900},
                   .mask = {.causal = true}};
   HostGradients whole{shape, static_cast<std::uint32_t>(shared_seed(world))};
   Shard keys{Layout::contiguous, world.rank(), world.size()};
@@ -370,8 +426,8 @@ TEST(Gradients, KeysWithRoomBehindThem) {
     args.dk = Tensor(dk.data(), {2, capacity, shape.kv_heads, shape.dim});
     args.dv = Tensor(dv.data(), {2, capacity, shape.kv_heads, shape.dim});
     Attention layer(world, options);
-    layer.run(args.run);
-    layer.backward(args);
+    run_layer(layer, args.run);
+    run_backward(layer, args);
     layer.wait();
     EXPECT_EQ(rank.found().dq, packed.dq);
     std::int64_t at = 0;
@@ -431,8 +487,8 @@ TEST(Gradients, OfSequencesThatLieApart) {
     args.dq = apart(dq, args.dq);
     rank.poison();
     Attention layer(world, options);
-    layer.run(args.run);
-    layer.backward(args);
+    run_layer(layer, args.run);
+    run_backward(layer, args);
     layer.wait();
     EXPECT_EQ(rank.found().dk, packed.dk);
     EXPECT_EQ(rank.found().dv, packed.dv);
@@ -447,11 +503,11 @@ TEST(Gradients, SeveralRunsAwaitTheirBackwardInAnyOrder) {
   const GradientResult<float> second = run_and_go_back(b.world, b.rank, b.options);
   a.rank.poison(), b.rank.poison();
   Attention layer(a.world, a.options);
-  layer.run(a.rank.run_args());
-  layer.run(b.rank.run_args());
-  layer.backward(a.rank.gradient_args());
-  layer.run(a.rank.run_args());
-  layer.backward(b.rank.gradient_args());
+  run_layer(layer, a.rank.run_args());
+  run_layer(layer, b.rank.run_args());
+  run_backward(layer, a.rank.gradient_args());
+  run_layer(layer, a.rank.run_args());
+  run_backward(layer, b.rank.gradient_args());
   layer.wait();
   EXPECT_TRUE(a.rank.found() == first);
   EXPECT_TRUE(b.rank.found() == second);
@@ -461,10 +517,10 @@ TEST(Gradients, AreAddedToWhatIsThere) {
   Small s;
   const GradientResult<float> once = run_and_go_back(s.world, s.rank, s.options);
   Attention layer(s.world, s.options);
-  layer.run(s.rank.run_args());
+  run_layer(layer, s.rank.run_args());
   GradientArgs args = s.rank.gradient_args();
   args.accumulate = true;  // to those of the first backward
-  layer.backward(args);
+  run_backward(layer, args);
   layer.wait();
   const GradientResult<float> twice = s.rank.found();
   for (std::size_t i = 0; i < once.dq.size(); ++i) ASSERT_EQ(twice.dq[i], 2 * once.dq[i]);
@@ -515,12 +571,12 @@ TEST(Gradients, PartialGradientsOfResults) {
         options.dout = form;
         rank.poison();
         Attention layer(s.world, options);
-        layer.run(rank.run_args());
+        run_layer(layer, rank.run_args());
         GradientArgs args = rank.gradient_args();
         args.dout.data = of_out.data();
         args.dout.dtype = of_out.dtype;
         args.dlse = Lse::tokens_heads(Tensor(of_lse.data(), fp32, {rows, s.shape.heads}));
-        layer.backward(args);
+        run_backward(layer, args);
         layer.wait();
         return rank.found();
       };
@@ -542,12 +598,12 @@ TEST(Gradients, PartialGradientsOfLseOnSomeRanks) {
     options.dout = form;
     rank.poison();
     Attention layer(s.world, options);
-    layer.run(rank.run_args());
+    run_layer(layer, rank.run_args());
     GradientArgs args = rank.gradient_args();
     std::vector<float> zeros(s.whole.dout.size(), 0.0f);
     if (!is_mine) args.dout.data = zeros.data();
     if (!is_mine) args.dlse = {};
-    layer.backward(args);
+    run_backward(layer, args);
     layer.wait();
     return rank.found();
   };
@@ -567,12 +623,12 @@ TEST(Gradients, OfTermsAreTheSameOnAllRanks) {
     SCOPED_TRACE(strategy);
     RankProblem rank(whole, s.keys, s.queries);
     Attention layer(s.world, RankProblem::options(whole, s.keys, s.queries, strategy));
-    layer.run(rank.run_args());
+    run_layer(layer, rank.run_args());
     GradientArgs args = rank.gradient_args();
-    layer.backward(args);
+    run_backward(layer, args);
     const GradientResult<float> once = rank.found();
     args.accumulate = true;
-    layer.backward(args);
+    run_backward(layer, args);
     layer.wait();
     const GradientResult<float> twice = rank.found();
     const auto bits = [](const GradientResult<float>& r) {
@@ -592,11 +648,11 @@ TEST(Gradients, OfTermsAreTheSameOnAllRanks) {
 TEST(Gradients, RefusesByName) {
   Small s;
   Attention layer(s.world, s.options);
-  layer.run(s.rank.run_args());
+  run_layer(layer, s.rank.run_args());
   const auto refusal = [&](auto&& change) {
     GradientArgs args = s.rank.gradient_args();
     change(args);
-    return told([&] { layer.backward(args); });
+    return told([&] { run_backward(layer, args); });
   };
   using ::testing::HasSubstr;
   EXPECT_THAT(refusal([](GradientArgs& g) { g.run.lse = {}; }), HasSubstr("needs the lse"));
@@ -630,7 +686,7 @@ TEST(Gradients, RefusesByName) {
   Options none = s.options;
   none.gradients = false;
   Attention forward(s.world, none);
-  EXPECT_THAT(told([&] { forward.backward(s.rank.gradient_args()); }),
+  EXPECT_THAT(told([&] { run_backward(forward, s.rank.gradient_args()); }),
               HasSubstr("Options::gradients"));
   Options wrong = s.options;
   wrong.queries->layout = Layout::listed;
@@ -666,10 +722,10 @@ TEST(Gradients, RotationsOfRowsThatAreNotUsed) {
     return run;
   };
   Attention layer(world, RankProblem::options(whole, keys, queries, "auto"));
-  layer.run(with_tables(rank.run_args()));
+  run_layer(layer, with_tables(rank.run_args()));
   GradientArgs args = rank.gradient_args();
   args.run = with_tables(args.run);
-  layer.backward(args);
+  run_backward(layer, args);
   layer.wait();
   EXPECT_TRUE(is_close(rank.found(), rank.part_of(whole.plain<double>()),
                        GradientBounds(whole, rank.results_of_all(world))));
@@ -679,7 +735,7 @@ using Shardings = std::vector<std::pair<Sharding, Sharding>>;  // of keys and ro
 
 /// Several ranks and one alone give the same bits, whatever else is in the batch.
 void expect_bits_of_one_rank(DType dtype, const Shardings& shardings) {
-  const Communicator world = test_world(), alone = self();
+  const Communicator world = test_world(), alone = self(world.device(), world.gpu());
   const int ranks = world.size();
   if (kVirtualRanks % ranks != 0) GTEST_SKIP() << ranks << " ranks do not divide 64";
   HostShape shape{.heads = 8,
@@ -689,10 +745,12 @@ void expect_bits_of_one_rank(DType dtype, const Shardings& shardings) {
                   .query_len = {1100},
                   .kv_len = {1300},
                   .mask = {.causal = true, .window = 900}};
-  shape.bf16_products = dtype == bf16;
+  shape.bf16_products = dtype == bf16 && world.device() == Device::host;
+  if (is_slow()) shape.heads = shape.kv_heads = 2, shape.query_len = {140}, shape.kv_len = {270};
   const auto seed = static_cast<std::uint32_t>(shared_seed(world));
   HostGradients one(shape, seed, true, dtype);
-  shape.query_len.push_back(170), shape.kv_len.push_back(220);
+  shape.query_len.push_back(is_slow() ? 20 : 170);
+  shape.kv_len.push_back(is_slow() ? 130 : 220);
   HostGradients two(shape, seed, true, dtype);
   for (HostGradients* problem : {&one, &two})
     for (int h = 0; h < shape.heads; ++h) problem->sinks.push_back(0.25f * static_cast<float>(h));
@@ -796,7 +854,7 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
     const auto bytes = [&](bool gradients) {
       o.gradients = gradients;
       const auto taken = static_cast<double>(Attention(world, o).workspace_bytes());
-      return std::pair(taken, cost_of(o, world.size(), size).workspace_bytes);
+      return std::pair(taken, cost_of(o, world.size(), size, world.device()).workspace_bytes);
     };
     for (const bool invariant : {false, keeps_order(form, world.size())}) {
       o.invariant = invariant;
@@ -813,10 +871,11 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
 TEST(Gradients, ReceiveTheBytesThatAreForecast) {
   const Communicator world = test_world();
   const std::int64_t keys = 128 * world.size();
+  const int heads = is_slow() ? 4 * world.size() : 84;  // the same on each rank, if by heads
   for (const Form& form : all_forms(world.size())) {
     SCOPED_TRACE(form.name());
-    const HostShape shape{.heads = 84,
-                          .kv_heads = 84,
+    const HostShape shape{.heads = heads,
+                          .kv_heads = heads,
                           .dim = 8,
                           .query_len = {static_cast<std::int32_t>(keys)},
                           .kv_len = {static_cast<std::int32_t>(keys)}};
@@ -828,10 +887,10 @@ TEST(Gradients, ReceiveTheBytesThatAreForecast) {
     o.ranks_per_node = form.per_node;
     o.limits.max_tokens = form.replicated ? keys : keys / world.size();
     Attention layer(world, o);
-    layer.run(rank.run_args());
+    run_layer(layer, rank.run_args());
     const comm::Transport& transport = comm::transport_of(world);
     const std::uint64_t before = transport.received_bytes();
-    layer.backward(rank.gradient_args());
+    run_backward(layer, rank.gradient_args());
     layer.wait();
     double all = 0;
     for (const std::string& bytes :
@@ -839,7 +898,8 @@ TEST(Gradients, ReceiveTheBytesThatAreForecast) {
       all += std::stod(bytes);
     const auto most = static_cast<double>(o.limits.max_tokens), count = static_cast<double>(keys);
     const RunSize size{.tokens = count, .most_tokens = most, .keys = count};
-    EXPECT_DOUBLE_EQ(all / world.size(), cost_of(o, world.size(), size).backward.received_bytes);
+    EXPECT_DOUBLE_EQ(all / world.size(),
+                     cost_of(o, world.size(), size, world.device()).backward.received_bytes);
   }
 }
 
@@ -881,8 +941,8 @@ TEST(Gradients, OfValuesInKeys) {
       g.run.out = first_columns(g.run.out);
       g.dout = first_columns(g.dout);
       g.dv = in_keys ? Tensor() : first_columns(g.dv);
-      layer.run(g.run);
-      layer.backward(g);
+      run_layer(layer, g.run);
+      run_backward(layer, g);
       layer.wait();
       return rank.found();
     };
@@ -892,6 +952,119 @@ TEST(Gradients, OfValuesInKeys) {
     for (std::size_t i = 0; i < one.dk.size(); ++i) {
       const float of_values = i % kDim < kValues ? two.dv[i] : 0.0f;
       ASSERT_EQ(one.dk[i], launcher::rounded(bf16, two.dk[i] + of_values)) << i;
+    }
+  }
+}
+
+/// A device tensor with room for more rows than a run has.
+class Roomy {
+ public:
+  Roomy() = default;
+  Roomy(Device device, const Tensor& like, std::int64_t rows) : tensor_(like) {
+    tensor_.shape[0] = rows;
+    memory_ = Buffer(device, span_bytes(tensor_) + 16);
+    tensor_.data = memory_.data();
+    tensor_.device = device;
+  }
+  const Tensor& tensor() const { return tensor_; }
+  /// Behind what is given all is NaN.
+  void give(const Tensor& host) {
+    std::vector<std::byte> bytes(memory_.bytes(), std::byte{0xff});
+    if (host.size() > 0) std::memcpy(bytes.data(), host.data, span_bytes(host));
+    memory_.upload(bytes.data());
+  }
+  /// Returns whether nothing was written behind what is taken.
+  bool take(const Tensor& host) const {
+    std::vector<std::byte> bytes(memory_.bytes());
+    memory_.download(bytes.data());
+    const std::size_t taken = span_bytes(host);
+    if (host.size() > 0) std::memcpy(host.data, bytes.data(), taken);
+    return std::all_of(bytes.begin() + static_cast<std::ptrdiff_t>(taken), bytes.end(),
+                       [](std::byte b) { return b == std::byte{0xff}; });
+  }
+
+ private:
+  Tensor tensor_;
+  Buffer memory_;
+};
+
+/// Forward and backward in one graph, whose lengths change: on a GPU only the device knows them.
+/// The tensors have room for more rows and keys than there are.
+TEST(Gradients, RunAgainWithOtherLengths) {
+  const Communicator world = test_world();
+  const Device device = world.device();
+  const auto seed = static_cast<std::uint32_t>(shared_seed(world));
+  const int ranks = world.size();
+  constexpr std::int32_t kMost = 150;
+  const std::int64_t room = 3 * kMost;  // for the keys of a rank, and its rows
+  const std::int32_t r = 2 * ranks;     // so that zigzag rows are even
+  for (const Form& form : all_forms(ranks)) {
+    if (std::string(form.strategy).starts_with("heads") && ranks > 4) continue;
+    SCOPED_TRACE(form.name());
+    const bool on_gpu = device != Device::host;
+    const Shard keys{Layout::zigzag, world.rank(), ranks};
+    const Shard rows = form.replicated ? kReplicated : keys;
+    HostShape shape{.heads = 4,
+                    .kv_heads = 4,
+                    .dim = 12,
+                    .query_len = {3 * r, 0, 5 * r},
+                    .kv_len = {kMost, 1, 5 * r},
+                    .mask = {.causal = true},
+                    .rope = {.dim = 8}};
+    HostGradients first(shape, seed);
+    // Rows past the last sequence are a part of q where lengths are on the device.
+    const std::int64_t total = first.problem.tokens() + (on_gpu ? 3 * r : 0);
+    const std::int64_t own_rows = form.replicated ? total : total / ranks;
+    Options options = RankProblem::options(first, keys, rows, form.strategy);
+    options.ranks_per_node = form.per_node;
+    options.limits.max_tokens = total;
+    options.limits.max_kv_len = kMost;
+    Attention layer(world, options);
+
+    RankProblem like(first, keys, rows);
+    const GradientArgs host = like.gradient_args();
+    GradientArgs args = host;
+    std::vector<Roomy> memory;
+    memory.reserve(16);
+    const auto place = [&](Tensor& t, std::int64_t count) {
+      t = memory.emplace_back(device, t, count).tensor();
+    };
+    const auto members = [](GradientArgs& g) {
+      return std::vector<Tensor*>{&g.run.q, &g.run.out,    &g.run.lse.tensor,  &g.dout,
+                                  &g.dq,    &g.run.k,      &g.run.v,           &g.dk,
+                                  &g.dv,    &g.run.kv_len, &g.run.query_start, &g.dlse.tensor};
+    };
+    constexpr std::size_t kOfRows = 5, kOfKeys = 9, kWritten[] = {1, 2, 4, 7, 8}, kDlse = 11;
+    const std::vector<Tensor*> own = members(args);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const std::int64_t extent = own[i]->shape[0];
+      place(*own[i], i < kOfRows || i == kDlse ? (on_gpu ? own_rows : extent)
+                     : i < kOfKeys             ? room
+                                               : extent);
+    }
+    args.dk_before_rope = true;
+    if (!form.replicated) args.run.total_tokens = on_gpu ? total : first.problem.tokens();
+    Replay replay(device, [&](Stream stream) {
+      layer.run(args.run, stream);
+      layer.backward(args, stream);
+    });
+    for (int turn = 0; turn < 3; ++turn) {
+      if (turn > 0 && on_gpu) shape.query_len = {turn * r, 4 * r, r};
+      shape.kv_len = {turn == 1 ? r : kMost - 20 * turn, 1 + 3 * turn, 4 * r + 7 * turn};
+      HostGradients whole(shape, seed + static_cast<std::uint32_t>(turn));
+      whole.dk_before_rope = true;
+      RankProblem rank(whole, keys, rows);
+      rank.poison();
+      GradientArgs now = rank.gradient_args();
+      const std::vector<Tensor*> given = members(now);
+      for (std::size_t i = 0; i < given.size(); ++i) memory[i].give(*given[i]);
+      turn == 0 ? replay.eager() : replay.again();
+      layer.wait(replay.stream());
+      for (const std::size_t i : kWritten)
+        EXPECT_TRUE(memory[i].take(*given[i])) << "tensor " << i << ", turn " << turn;
+      EXPECT_TRUE(is_close(rank.found(), rank.part_of(whole.plain<double>()),
+                           GradientBounds(whole, rank.results_of_all(world))))
+          << "turn " << turn;
     }
   }
 }
@@ -908,12 +1081,12 @@ TEST(Gradients, RanksThatDiffer) {
     s.options.strategy = form.strategy;
     s.options.ranks_per_node = form.per_node;
     Attention layer(s.world, s.options);
-    layer.run(s.rank.run_args());
+    run_layer(layer, s.rank.run_args());
     const std::string found = told([&] {
       if (s.world.rank() == 0)
-        layer.backward(s.rank.gradient_args());
+        run_backward(layer, s.rank.gradient_args());
       else
-        layer.run(s.rank.run_args());
+        run_layer(layer, s.rank.run_args());
       layer.wait();
     });
     EXPECT_THAT(found, ::testing::HasSubstr("backward"));
@@ -929,11 +1102,11 @@ TEST(Gradients, RanksThatDifferInTheTermsThatTheyAskFor) {
   const Shard own{Layout::contiguous, world.rank(), world.size()};
   RankProblem rank(whole, own, own);
   Attention layer(world, RankProblem::options(whole, own, own, "ring-kv"));
-  layer.run(rank.run_args());
+  run_layer(layer, rank.run_args());
   GradientArgs args = rank.gradient_args();
   if (world.rank() == 1) args.dslopes = {};
   EXPECT_THAT(told([&] {
-                layer.backward(args);
+                run_backward(layer, args);
                 layer.wait();
               }),
               ::testing::HasSubstr("'dslopes' differs between ranks"));

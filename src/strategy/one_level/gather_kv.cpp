@@ -268,7 +268,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   }
   const double wider = row * std::max(options.head_dim, options.of_values()) /
                        (options.head_dim + options.of_values());
-  cost.workspace_bytes = std::max(states, come * wider) + size.keys * row;
+  cost.workspace_bytes = std::max(states, come * wider) + size.keys * row + gradients;
   if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
     const int pieces = pieces_of_keys(options.heads, options.kv_heads, come / ranks * row).count;
     cost.messages = cost.peer_messages = 2;

@@ -138,7 +138,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
               (ranks - 1) * (state_slot_bytes(options, size.tokens, options.heads) + queries),
           .workspace_bytes = ranks * (state_slot_bytes(options, rows, options.heads) + 2 * queries +
                                       own_rows * sizeof(std::int64_t)) +
-                             StateGradients::workspace_bytes(options, ranks, size),
+                             StateGradients::workspace_bytes(options, ranks, size, device),
           .messages = ranks == 1 ? 0 : messages,
           .peer_messages = by_peers ? messages : 0,
           .work = 1.0 / ranks,

@@ -253,10 +253,10 @@ std::string refusal(const Options& options, int ranks) {
 
 /// Counts the slots of this rank's rows, and two of guests with their rows. If all rows see keys of
 /// all ranks, everything travels; a mask reduces that.
-RunCost cost(const Options& options, int ranks, const RunSize& size, Device) {
+RunCost cost(const Options& options, int ranks, const RunSize& size, Device device) {
   const double rows = options.queries ? size.most_tokens : size.tokens;
   const double slot = state_slot_bytes(options, rows, options.heads);
-  const double gradients = RowGradients::workspace_bytes(options, ranks, size);
+  const double gradients = RowGradients::workspace_bytes(options, ranks, size, device);
   if (ranks == 1) return {.workspace_bytes = slot + gradients};
   const double queries = rows * query_row_bytes(options), others = ranks - 1;
   return {.received_bytes = others * (queries + slot),

@@ -180,7 +180,7 @@ std::string refusal(const Options& options, int ranks) {
 
 /// Counts the rank's own states and, twice, slots of one part; with sharded queries the rows of all
 /// ranks, twice; and for a whole result the finished rows of all ranks.
-RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
+RunCost cost(const Options& o, int ranks, const RunSize& size, Device device) {
   const bool gathers_queries = o.queries.has_value();
   const bool by_heads = o.results.part == ResultPart::heads;
   const bool gathers_result = !gathers_queries && o.results.part == ResultPart::all && ranks > 1;
@@ -197,7 +197,7 @@ RunCost cost(const Options& o, int ranks, const RunSize& size, Device) {
           .workspace_bytes = state_slot_bytes(o, whole, o.heads) +
                              ranks * (2 * part + 2 * queries + finished +
                                       (by_heads ? 0 : rows * sizeof(std::int64_t))) +
-                             StateGradients::workspace_bytes(o, ranks, size),
+                             StateGradients::workspace_bytes(o, ranks, size, device),
           .messages = ranks == 1 ? 0.0 : 1.0 + (gathers_queries ? 1 : 0) + (gathers_result ? 1 : 0),
           .work = 1.0 / ranks,
           .keys_read = 1.0 / ranks,

@@ -112,7 +112,9 @@ void HeadGradients::give_back(const Pass& pass, const GradientArgs& args,
   memory_.give_key_sums(own, memory_.own_keys(run), nullptr);
   return_keys(pass, gradients.dk, own.dk, "backward, exchange of dk");
   return_keys(pass, gradients.dv, own.dv, "backward, exchange of dv");
-  memory_.finish(pass, args, run.attend.tokens);
+  Pass of_own_rows = pass;
+  if (gathers_rows()) starts_.give(run, layer_.comm.rank(), of_own_rows.attend.batch);
+  memory_.finish(of_own_rows, args, run.attend.tokens);
 }
 
 /// Receives all rows and keys of this rank's heads.

@@ -107,7 +107,8 @@ RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows,
         "supported; take ring-kv or gather-kv");
 }
 
-double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
+double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size,
+                                     Device device) {
   if (!options.gradients) return 0;
   const double own = GradientMemory::workspace_bytes(options, ranks, size);
   if (ranks == 1) return own;
@@ -115,7 +116,9 @@ double RowGradients::workspace_bytes(const Options& options, int ranks, const Ru
   const double dout = rows * options.heads * options.of_values() * 4.0;
   const double terms = rows * options.heads * sizeof(kernels::RowTerm);
   const double keys = most_keys_of_a_rank(options.keys, size.keys, ranks);
-  return own + dout + GradientRing::kSlots * (rows * query_row_bytes(options) + dout + terms) +
+  const double queries = rows * query_row_bytes(options);
+  const double packed = dout + (device == Device::host ? 0 : queries);
+  return own + packed + GradientRing::kSlots * (queries + dout + terms) +
          GradientRing::workspace_bytes(options, ranks, GradientMemory::row_sum_bytes(options, rows),
                                        GradientMemory::key_sum_bytes(options, keys));
 }

@@ -24,7 +24,8 @@ class RowGradients {
   /// `rows` and `starts` outlive this.
   RowGradients(const LayerContext& layer, const DealtRows& rows, const RowStarts& starts);
 
-  static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static double workspace_bytes(const Options& options, int ranks, const RunSize& size,
+                                Device device);
   static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 

@@ -9,8 +9,9 @@ StateGradients::StateGradients(const LayerContext& layer, const DealtRows& rows)
     replicated_.emplace(layer);
 }
 
-double StateGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size) {
-  return options.queries ? RowGradients::workspace_bytes(options, ranks, size)
+double StateGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size,
+                                       Device device) {
+  return options.queries ? RowGradients::workspace_bytes(options, ranks, size, device)
                          : ReplicatedGradients::workspace_bytes(options, ranks, size);
 }
 

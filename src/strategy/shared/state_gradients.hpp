@@ -16,7 +16,8 @@ class StateGradients {
   /// `rows` outlives this.
   StateGradients(const LayerContext& layer, const DealtRows& rows);
 
-  static double workspace_bytes(const Options& options, int ranks, const RunSize& size);
+  static double workspace_bytes(const Options& options, int ranks, const RunSize& size,
+                                Device device);
   static BackwardCost cost(const Options& options, int ranks, const RunSize& size);
   void lay_out(Parts& memory);
 

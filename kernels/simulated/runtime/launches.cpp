@@ -65,7 +65,7 @@ void wait_for_loads(Lock& lock, const char* name) {
   const std::string_view call(name);
   if (call.ends_with("Query") || call.starts_with("cudaGet") || call == "cudaSetDevice") return;
   if (loader == std::thread::id() || loader == std::this_thread::get_id()) return;
-  wait(lock, [] { return loader == std::thread::id(); });
+  wait_for_others(lock, [] { return loader == std::thread::id(); });  // for the loading thread
 }
 
 const char* name_of_kernel(const void* address, const char* file, unsigned line) {

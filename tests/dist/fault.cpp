@@ -165,6 +165,7 @@ struct Travel {
   DType dtype = DType::fp32;
   bool backward = false;
   bool replicated = false;  // all rows on every rank
+  Exchange exchange = Exchange::automatic;
 };
 
 /// A layer whose keys travel around the ranks, or whose rows go to the ranks with their heads, and
@@ -213,7 +214,8 @@ class Ring {
               .keys = {Layout::zigzag},
               .gradients = travel.backward,
               .strategy = travel.strategy,
-              .ranks_per_node = travel.per_node};
+              .ranks_per_node = travel.per_node,
+              .exchange = travel.exchange};
     if (!travel.replicated) o.queries = Sharding{Layout::zigzag};
     return o;
   }
@@ -270,7 +272,7 @@ void run_ring(const Communicator& world, const std::string& mode, int step, cons
   }
   if (travel.backward) ring.run();
   began = Clock::now();
-  stumbling->stumble_at(step);
+  if (mode != "differ") stumbling->stumble_at(step);
   if (victim && mode == "abort") {
     const InputError error("k.npy is truncated");
     world.abort(error.what());
@@ -318,9 +320,12 @@ void run(const Asked& asked) {
     return run_ring(ranks.world, mode, size > 2 ? 2 : 1,
                     {.strategy = "ring-kv", .heads = 1, .backward = true});
   if (asked.exchange == "dq")
-    return run_ring(
-        ranks.world, mode, 0,
-        {.strategy = "gather-states", .heads = 1, .backward = true, .replicated = true});
+    return run_ring(ranks.world, mode, 0,
+                    {.strategy = "gather-states",
+                     .heads = 1,
+                     .backward = true,
+                     .replicated = true,
+                     .exchange = Exchange::gather});
   std::optional<Drafts> drafts;
   if (!asked.exchange.empty()) {
     drafts.emplace(ranks.world, asked);

@@ -67,14 +67,15 @@ def expected(options):
     """Status of the job and the survivors' messages."""
     status, pattern = MODES[options.mode]
     if options.exchange in ("backward", "dq"):
+        step = rf"(?:{BACKWARD_STEP}|attention)" if options.device == "cuda" else BACKWARD_STEP
         if options.mode == "differ":
-            return 2, (rf"ERR kind=2: ('dout \(type\)' differs) between ranks at '{BACKWARD_STEP}'"
+            return 2, (rf"ERR kind=2: ('dout \(type\)' differs) between ranks at '{step}'"
                        r"(: rank [0-2] has fp32, rank {victim} has bf16)")
         if options.mode == "stop":
-            return 7, (rf"SAW rank={{victim}} step={BACKWARD_STEP} kind=7: .*Rank {{victim}} did not come to "
-                       rf"'{BACKWARD_STEP}' within the deadline of {DEADLINE_S} s")
+            return 7, (rf"SAW rank={{victim}} step={step} kind=7: .*Rank {{victim}} did not come to "
+                       rf"'{step}' within the deadline of {DEADLINE_S} s")
         if options.recovery:
-            return status, rf"SAW rank={{victim}} step={BACKWARD_STEP} kind=[67]: .*Rank {{victim}} "
+            return status, rf"SAW rank={{victim}} step={step} kind=[67]: .*Rank {{victim}} "
         return status, pattern
     if options.exchange:
         status, pattern = LAYER.get(options.mode, (status, pattern))

@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "longspan/buffer.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"
 #include "python/src/arguments.hpp"
@@ -124,6 +125,8 @@ class Result {
   Result(const Array& like, std::span<const std::int64_t> shape, DType dtype);
 
   const Tensor& tensor() const { return tensor_; }
+  /// Writes zeros; on a GPU by the array's library, on its current stream, as it made the array.
+  void clear();
   /// Where needs_wait(), wait for the work on the memory first.
   nb::object finish();
   bool needs_wait() const { return late_; }
@@ -133,6 +136,7 @@ class Result {
   nb::object object_;
   nb::object like_;
   bool late_ = false;
+  Buffer* memory_ = nullptr;  // where late_; of object_
 };
 
 /// `given`, which may be missing, or a new array.

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <cstring>
 #include <memory>
 
 #include "longspan/attention.hpp"
@@ -100,8 +99,7 @@ class Gradients {
   static Result gradient_of(const Array& given, const Array& of) {
     const Tensor& t = of.tensor();
     Result made = result_of(given, of, {t.shape.data(), static_cast<std::size_t>(t.dims)}, t.dtype);
-    if (!given && t.device == Device::host && t.size() > 0)
-      std::memset(made.tensor().data, 0, static_cast<std::size_t>(t.size()) * size_of(t.dtype));
+    if (!given) made.clear();
     return made;
   }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "longspan/buffer.hpp"
 #include "longspan/error.hpp"
@@ -140,6 +141,7 @@ Result::Result(const Array& like, std::span<const std::int64_t> shape, DType dty
     tensor_.stride[d] = step;
     step *= extents[d];
   }
+  memory_ = memory.get();
   const nb::capsule owner(memory.release(),
                           [](void* held) noexcept { delete static_cast<Buffer*>(held); });
   const dlpack::Type type = dlpack_of(dtype);
@@ -148,6 +150,19 @@ Result::Result(const Array& like, std::span<const std::int64_t> shape, DType dty
                                           nb::dlpack::dtype{type.code, type.bits, type.lanes},
                                           device == Device::cuda ? dlpack::kCuda : dlpack::kCpu,
                                           device == Device::cuda ? like.gpu() : 0));
+}
+
+void Result::clear() {
+  const std::size_t bytes = static_cast<std::size_t>(tensor_.size()) * size_of(tensor_.dtype);
+  if (bytes == 0) return;
+  if (tensor_.device == Device::host)
+    std::memset(tensor_.data, 0, bytes);
+  else if (memory_ != nullptr)
+    memory_->upload(std::vector<std::byte>(memory_->bytes()).data());
+  else if (nb::hasattr(object_, "zero_"))
+    object_.attr("zero_")();
+  else
+    object_.attr("fill")(0);
 }
 
 nb::object Result::finish() {

@@ -623,8 +623,7 @@ std::vector<std::string> that_go_back(const Problem& p, int ranks, Device device
   // Some strategies take keys by a table in some runs only.
   const bool by_table = p.keys.layout == Layout::ranges || p.keys.layout == Layout::listed;
   const Topology topology{ranks, options.ranks_per_node};
-  for (const Forecast& f :
-       forecast(options, topology, p.run_size(ranks), built_in_machine(device)))
+  for (const Forecast& f : forecast(options, topology, p.run_size(ranks), built_in_machine(device)))
     if (f.refusal.empty() && f.strategy->is_for_nodes_of(options.ranks_per_node, ranks) &&
         (f.reservation.empty() || !by_table))
       names.emplace_back(f.strategy->name);

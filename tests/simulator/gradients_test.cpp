@@ -43,7 +43,7 @@ const Named kCases[] = {
       .heads = 1,
       .query_len = {200},
       .kv_len = {330},
-      .mask = {.causal = true, .window = 150}}},
+      .mask = {.causal = true, .window = 50}}},
     {"fp16_groups",
      {.dtype = kFp16,
       .heads = 6,

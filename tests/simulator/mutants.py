@@ -26,7 +26,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge or other. breaks: what goes wrong.
+# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge, gradients or other. breaks: what goes wrong.
 Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
@@ -1064,6 +1064,117 @@ MUTANTS = [
            "A result's padding is stored too, over the head after it.",
            old="if (i < count) store_elements(",
            new="if (i < kColumns) store_elements("),
+
+    # ---- gradients -----------------------------------------------------------------------------
+    Mutant("gradients-work-overwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "Thread 0 finds the next work tile while others store the sums of the last one.",
+           old="    __syncthreads();  // the last work tile is done with shared memory\n",
+           new=""),
+    Mutant("gradients-work-unwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "Threads read the work tile before thread 0 has found it.",
+           old="    if (threadIdx.x == 0) find(index);\n"
+               "    __syncthreads();\n",
+           new="    if (threadIdx.x == 0) find(index);\n"),
+    Mutant("gradients-owned-unwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "What may meet the owned rows or keys is found before all of them are.",
+           old="    find_owned();\n"
+               "    __syncthreads();\n",
+           new="    find_owned();\n"),
+    Mutant("gradients-part-unwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "Thread 0 starts the walk before another warp has found where it ends.",
+           old="    find_part();\n"
+               "    __syncthreads();\n",
+           new="    find_part();\n"),
+    Mutant("gradients-tiles-unwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "The rows or keys of the first tiles are found before thread 0 has said which these are.",
+           old="    if (threadIdx.x == 0) start_walk();\n"
+               "    __syncthreads();\n",
+           new="    if (threadIdx.x == 0) start_walk();\n"),
+    Mutant("gradients-slots-unwritten", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "The first tile is loaded before other threads have found its rows or keys.",
+           old="    find_slots(1);\n"
+               "    __syncthreads();\n",
+           new="    find_slots(1);\n"),
+    Mutant("gradients-tile-unmet", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "A tile is read before other threads' copies have come, and the last one is overwritten.",
+           old="      __syncthreads();  // this tile and the slots of the next are there; the last tile is done\n",
+           new=""),
+    Mutant("gradients-tile-on-its-way", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "A tile is multiplied before its copies have come.",
+           old="      products_.wait();\n"
+               "      __syncthreads();",
+           new="      __syncthreads();"),
+    Mutant("gradients-owned-on-their-way", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "A block whose owned keys nobody sees ends while they are loaded.",
+           old="    products_.wait();\n"
+               "    stack.fold_all",
+           new="    stack.fold_all"),
+    Mutant("gradients-tiles-ahead", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "Thread 0 writes a tile three ahead over the one that others multiply.",
+           old="kTiles = 4,",
+           new="kTiles = 3,"),
+    Mutant("gradients-slots-ahead", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "Rows or keys of a tile two ahead are written over those that others weigh.",
+           old="kSlots = 3;",
+           new="kSlots = 2;"),
+    Mutant("gradients-stage", "kernels/cuda/gradients/mma_16bit.cuh", "gradients",
+           "The next tile is loaded over the one that is multiplied.",
+           old="static_cast<std::uint32_t>(number % 2)",
+           new="static_cast<std::uint32_t>(number % 1)"),
+    Mutant("gradients-fold-early", "kernels/cuda/gradients/loop.cuh", "gradients",
+           "The sum of a virtual rank ends with each of its tiles.",
+           old="next.leaf != own.leaf)",
+           new="next.leaf >= own.leaf)"),
+    Mutant("gradients-slice-overwritten", "kernels/cuda/gradients/fp32.cuh", "gradients",
+           "A slice of operands is loaded while others multiply the last one.",
+           old="    __syncthreads();  // every thread is done with the last slice\n",
+           new=""),
+    Mutant("gradients-slice-unmet", "kernels/cuda/gradients/fp32.cuh", "gradients",
+           "A slice of operands is multiplied before others have loaded their part.",
+           old="    __syncthreads();  // the slice is there\n"
+               "#pragma unroll 2",
+           new="#pragma unroll 2"),
+    Mutant("gradients-weights-unmet", "kernels/cuda/gradients/fp32.cuh", "gradients",
+           "Weights are read before others have written them, and the last slice is overwritten.",
+           old="      __syncthreads();  // W is there, and every thread is done with the last slice\n",
+           new=""),
+    Mutant("gradients-rows-unmet", "kernels/cuda/gradients/fp32.cuh", "gradients",
+           "A slice of rows is weighed before others have loaded their part.",
+           old="      __syncthreads();  // the slice is there\n"
+               "#pragma unroll 4",
+           new="#pragma unroll 4"),
+    Mutant("gradients-slopes-overwritten", "kernels/cuda/gradients/biases.cu", "gradients",
+           "A sequence's parts of a slope are written over those of the last one.",
+           old="    __syncthreads();  // the last sequence's parts are read\n",
+           new=""),
+    Mutant("gradients-slopes-unmet", "kernels/cuda/gradients/biases.cu", "gradients",
+           "Parts of a slope are added before others have written them.",
+           old="      __syncthreads();\n"
+               "      if (thread < half)",
+           new="      if (thread < half)"),
+    Mutant("gradients-tokens-overwritten", "kernels/cuda/gradients/biases.cu", "gradients",
+           "A thread finds the next sequence's rows while others ask for the last one's.",
+           old="      __syncthreads();  // the last sequence's tokens are read\n",
+           new=""),
+    Mutant("gradients-tokens-unwritten", "kernels/cuda/gradients/biases.cu", "gradients",
+           "Threads read which rows have entries of the matrix before they are found.",
+           old="      if (threadIdx.x == 0) find_tokens(sequence);\n"
+               "      __syncthreads();\n",
+           new="      if (threadIdx.x == 0) find_tokens(sequence);\n"),
+    Mutant("gradients-entries-overwritten", "kernels/cuda/gradients/biases.cu", "gradients",
+           "Rows and keys of the next head are written while others weigh those of the last one.",
+           old="        __syncthreads();  // the last head's slots are read\n",
+           new=""),
+    Mutant("gradients-entries-unwritten", "kernels/cuda/gradients/biases.cu", "gradients",
+           "Entries are multiplied before all of their rows and keys are found.",
+           old="        find_slots(sequence, head);\n"
+               "        __syncthreads();\n",
+           new="        find_slots(sequence, head);\n"),
+    Mutant("gradients-entries-cleared", "kernels/cuda/gradients/biases.cu", "gradients",
+           "A row of this rank is found before another thread says that the entry has none.",
+           old="    __syncthreads();\n"
+               "    const std::int64_t token",
+           new="    const std::int64_t token"),
 ]
 
 

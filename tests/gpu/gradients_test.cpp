@@ -148,6 +148,18 @@ TEST_F(GpuGradients, OfFp32) {
   for (const GradientCase& c : features({})) expect_exact(c);
 }
 
+TEST_F(GpuGradients, OfTf32) {
+  for (const GradientCase& c : features({.tf32 = true})) expect_exact(c);
+  for (const int dim : {1, 8, 40, 100, 128, 203})
+    expect_exact({.dim = dim,
+                  .query_len = {40},
+                  .kv_len = {100},
+                  .mask = {.causal = true},
+                  .tf32 = true,
+                  .gap = dim % 8});
+  expect_exact({.dout_dtype = DType::bf16, .dim = 70, .value_dim = 24, .tf32 = true});
+}
+
 TEST_F(GpuGradients, Of16Bits) {
   for (const DType dtype : {DType::bf16, DType::fp16})
     for (const GradientCase& c : features({.dtype = dtype})) expect_exact(c);

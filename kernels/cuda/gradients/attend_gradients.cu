@@ -32,6 +32,13 @@ constexpr GradientFamily kFamilies[] = {
        return p.dtype == DType::bf16 ? gradients_bf16(rows_own, widest_dim(p))
                                      : gradients_fp16(rows_own, widest_dim(p));
      }},
+    {"gradients_tf32",
+     [](const GradientParams& p) {
+       return p.dtype == DType::fp32 && p.tf32 && widest_dim(p) <= 128;
+     },
+     [](const GradientParams& p, bool rows_own) {
+       return gradients_tf32(rows_own, widest_dim(p));
+     }},
     {"gradients_fp32", [](const GradientParams&) { return true; },
      [](const GradientParams& p, bool rows_own) {
        return gradients_fp32(rows_own, rows_own ? p.head_dim : widest_dim(p));

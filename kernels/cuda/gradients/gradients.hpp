@@ -24,6 +24,7 @@ struct GradientKernel {
 // Each instance file has one function. `dim` is rounded up to the next instance.
 GradientKernel gradients_bf16(bool rows_own, int dim);
 GradientKernel gradients_fp16(bool rows_own, int dim);
+GradientKernel gradients_tf32(bool rows_own, int dim);
 GradientKernel gradients_fp32(bool rows_own, int dim);
 
 /// Adds up gradients: GradientKernels::attend_gradients.

@@ -1,8 +1,8 @@
 // The products of backward by mma of 16 bits, for heads up to 256.
 //
-// A block owns 64 rows or keys, a warp 16 of them. S and dP are in its registers; as the result of
-// one mma is laid out as the left operand of the next, so are P and dX, rounded to 16 bits. Both
-// operands that stream by are loaded by cp.async while the tile before them is multiplied.
+// S and dP of a warp's rows or keys are in its registers; as the result of one mma is laid out as
+// the left operand of the next, so are P and dX, rounded to 16 bits. Both operands that stream by
+// are loaded by cp.async while the tile before them is multiplied.
 //
 // P and dX of fp16 are scaled by a power of two for each owned one and tile, whose sums are scaled
 // back in fp32. So gradients do not underflow, whatever the scale of the loss and the number of
@@ -12,7 +12,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/common/tile.cuh"
-#include "kernels/cuda/gradients/operands.cuh"
+#include "kernels/cuda/gradients/mma_tile.cuh"
 
 namespace longspan::kernels::cuda {
 
@@ -58,39 +58,25 @@ struct WeightScale {
 };
 
 template <class T, bool kOfRows, int kDim>
-struct Mma16Traits {
-  static constexpr int kOwn = 64;
-  static constexpr int kStream = kDim <= 64 ? 64 : 32;
-  using Work = GradientWork<kOfRows, kOwn, kStream>;
-  using Operands = GradientOperands<Work, kOfRows>;
-};
-
-template <class T, bool kOfRows, int kDim>
-class Mma16Gradients : Mma16Traits<T, kOfRows, kDim>::Operands {
-  using Traits = Mma16Traits<T, kOfRows, kDim>;
-  using Operands = typename Traits::Operands;
-  using Operands::p_, Operands::work_;
+class Mma16Gradients : public MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32> {
+  using Base = MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32>;
+  using Base::lane, Base::warp, Base::work_;
+  using typename Base::Scores;
   using Layout = SwizzledTile<T, kDim>;
 
  public:
-  using Work = typename Traits::Work;
-  static constexpr bool kRowsOwn = kOfRows;
-  static constexpr int kOwn = Traits::kOwn, kStream = Traits::kStream, kThreads = 128;
+  using Base::kOwn, Base::kStream, Base::kThreads, Base::kFloats;
+  using typename Base::Work;
   static constexpr int kBlocks = kDim <= 64 ? 3 : kDim <= 128 ? 2 : 1;
-  static constexpr int kColumns = kDim;
-  static constexpr int kFloats = kDim / 2;
   static constexpr int kOwnBytes = kOwn * kDim * 2, kStreamBytes = kStream * kDim * 2;
   static constexpr int kBytes = 2 * kOwnBytes + 4 * kStreamBytes;
 
   __device__ __forceinline__ Mma16Gradients(const GradientParams& p, const GradientPlan& plan,
                                             const Work& work, std::byte* shared)
-      : Operands(p, plan, work),
-        rule_(p),
-        own_(arch::shared_address(shared)),
-        stream_(own_ + 2 * kOwnBytes) {}
+      : Base(p, plan, work), own_(arch::shared_address(shared)), stream_(own_ + 2 * kOwnBytes) {}
 
   __device__ __forceinline__ void load_owned() {
-    slopes_[0] = slopes_[1] = 0.0;
+    this->clear_slopes();
     load_rows<T, kDim, kOwn, kThreads>(own_, this->own_first(), work_.own.first_at);
     load_rows<T, kDim, kOwn, kThreads>(own_ + kOwnBytes, this->own_second(), work_.own.second_at);
     arch::commit_copies();
@@ -114,40 +100,11 @@ class Mma16Gradients : Mma16Traits<T, kOfRows, kDim>::Operands {
     Scores s = {}, g = {};
     add_products(s, own_, stream);
     if (!of_values) add_products(g, own_ + kOwnBytes, stream + kStreamBytes);
-    weigh_all(s, g, tile, slot, of_values);
+    this->weigh_all(s, g, tile, slot, of_values);
     add_weighed(sums, s, of_values ? stream + kStreamBytes : stream);
   }
 
-  __device__ __forceinline__ void store(const float (&sums)[kFloats]) {
-    const GradientSums& to = this->target();
-    const int columns = GradientSums::padded(to.dim);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own = own_of(half);
-      if (own >= work_.count) continue;
-      float* const row = to.at(work_.kv_head, this->first_sum() + own);
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        if (n * 8 >= columns) break;
-        float2 sum = make_float2(sums[n * 4 + 2 * half], sums[n * 4 + 2 * half + 1]);
-        float2& at = *reinterpret_cast<float2*>(row + n * 8 + lane() % 4 * 2);
-        if (this->resumes()) {
-          const float2 before = at;
-          sum = make_float2(before.x + sum.x, before.y + sum.y);
-        }
-        at = sum;
-      }
-    }
-    if (this->wants_slopes()) store_slopes();
-  }
-
  private:
-  using Scores = float[kStream / 8][4];  // of the warp, as results of mma
-
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
-  /// The owned one of a thread's elements 2 half and 2 half + 1.
-  __device__ static int own_of(int half) { return warp() * 16 + half * 8 + lane() / 4; }
   __device__ std::uint32_t stage(int number) const {
     return stream_ + static_cast<std::uint32_t>(number % 2) * 2 * kStreamBytes;
   }
@@ -167,74 +124,6 @@ class Mma16Gradients : Mma16Traits<T, kOfRows, kDim>::Operands {
         arch::mma<T>(s[n], a, b[0], b[1]);
         arch::mma<T>(s[n + 1], a, b[2], b[3]);
       }
-    }
-  }
-
-  /// S and dP become W, in s.
-  __device__ __forceinline__ void weigh_all(Scores& s, const Scores& g, const StreamTile& tile,
-                                            int slot, bool of_values) {
-    const bool full = work_.full(tile, slot);
-    if (!rule_.plain()) return weigh_by(rule_, s, g, tile, slot, of_values, full);
-    ScoreRule plain = rule_;  // whose branches the compiler leaves out
-    plain.to_cap = 0.0f;
-    plain.biased = false;
-    if (full)
-      weigh_by(plain, s, g, tile, slot, of_values, std::true_type{});
-    else
-      weigh_by(plain, s, g, tile, slot, of_values, std::false_type{});
-  }
-
-  template <class Full>
-  __device__ __forceinline__ void weigh_by(const ScoreRule& rule, Scores& s, const Scores& g,
-                                           const StreamTile& tile, int slot, bool of_values,
-                                           Full full) {
-    const auto& rows = work_.rows(slot);
-    const auto& keys = work_.keys(slot);
-    const bool listed = work_.view.table != nullptr;
-    const std::int64_t first_key = kRowsOwn ? tile.first : work_.first;
-    float slopes[2] = {};
-    // Rows are outermost, so that what is known of a row is read once.
-    const auto weigh_one = [&](int row, const SeenKeys& range, int key, float& score,
-                               float of_value, int half) {
-      bool seen = full;
-      if (!full) seen = listed ? rows.view[row].contains(keys.place[key]) : range.contains(key);
-      const float bias = rule.biased ? bias_of(p_, work_.sequence.index, rows.index[row],
-                                               rows.head[row], keys.column[key])
-                                     : 0.0f;
-      const Weighed found = weigh(rule, score, of_value, bias, seen, rows.lse[row],
-                                  rows.lse_low[row], rows.d[row], arch::exp2_fast);
-      score = of_values ? found.p : found.dx;
-      if (rule.biased && this->wants_slopes())
-        slopes[half] =
-            fmaf(found.ds, alibi_distance(p_.bias.alibi, rows.index[row], keys.column[key], 0),
-                 slopes[half]);
-    };
-    constexpr int kKeys = kRowsOwn ? kStream : kOwn;
-    if constexpr (kRowsOwn) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = own_of(half);
-        const SeenKeys range(rows.view[row], first_key, kKeys);
-#pragma unroll
-        for (int n = 0; n < kStream / 8; ++n)
-#pragma unroll
-          for (int j = 0; j < 2; ++j)
-            weigh_one(row, range, n * 8 + lane() % 4 * 2 + j, s[n][2 * half + j],
-                      g[n][2 * half + j], half);
-      }
-      slopes_[0] += double{slopes[0]};
-      slopes_[1] += double{slopes[1]};
-    } else {
-#pragma unroll
-      for (int n = 0; n < kStream / 8; ++n)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int row = n * 8 + lane() % 4 * 2 + j;
-          const SeenKeys range(rows.view[row], first_key, kKeys);
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            weigh_one(row, range, own_of(half), s[n][2 * half + j], g[n][2 * half + j], half);
-        }
     }
   }
 
@@ -289,22 +178,8 @@ class Mma16Gradients : Mma16Traits<T, kOfRows, kDim>::Operands {
     }
   }
 
-  /// Adds up what the four lanes of a row have.
-  __device__ __forceinline__ void store_slopes() const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      double sum = slopes_[half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int own = own_of(half);
-      if (lane() % 4 == 0 && own < work_.count) this->slope_of(own) = sum;
-    }
-  }
-
-  const ScoreRule rule_;
   const std::uint32_t own_;     // the first operand, then the second one
   const std::uint32_t stream_;  // the same, for two tiles
-  double slopes_[2];            // of the thread's rows: dS times distances
 };
 
 template <class T>

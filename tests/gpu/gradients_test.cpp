@@ -14,8 +14,8 @@ class GpuGradients : public OnDevice {
     const auto seed = static_cast<std::uint32_t>(random_());
     SCOPED_TRACE("seed " + std::to_string(seed));
     const DeviceGradients problem(c, seed);
-    EXPECT_TRUE(is_close(problem.run(backend()), problem.plain<double>(), problem.plain<float>(),
-                         largest_rounding(c)));
+    EXPECT_TRUE(
+        is_close(c, problem.run(backend()), problem.plain<double>(), problem.plain<float>()));
   }
 };
 

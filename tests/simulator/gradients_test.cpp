@@ -18,8 +18,8 @@ class AttendGradients : public ::testing::TestWithParam<Named> {};
 TEST_P(AttendGradients, AsFloat64) {
   const GradientCase& c = GetParam().c;
   const DeviceGradients problem(c, fresh_seed());
-  EXPECT_TRUE(is_close(problem.run(*kernels::cuda_backend()), problem.plain<double>(),
-                       problem.plain<float>(), largest_rounding(c)));
+  EXPECT_TRUE(is_close(c, problem.run(*kernels::cuda_backend()), problem.plain<double>(),
+                       problem.plain<float>()));
 }
 
 constexpr DType kBf16 = DType::bf16, kFp16 = DType::fp16;

@@ -56,13 +56,16 @@ struct GradientCase {
   int batch() const { return static_cast<int>(query_len.size()); }
 };
 
-/// The largest rounding of a term, relative to it: of its weight, and of dout if it has another
-/// type than products have. tf32 rounds q, k, v and dout besides. 0: that of fp32.
+/// The largest rounding of a weight, relative to it; 0: that of fp32.
 inline double largest_rounding(const GradientCase& c) {
-  const double roundings = c.dout_dtype.value_or(c.dtype) != c.dtype ? 2 : 1;
-  if (c.dtype == DType::bf16) return roundings * 0x1p-8;
-  if (c.dtype == DType::fp16) return roundings * 0x1p-11;
-  return c.tf32 ? 5 * 0x1p-11 : 0;
+  if (c.dtype == DType::bf16) return 0x1p-8;
+  return c.dtype == DType::fp16 || c.tf32 ? 0x1p-11 : 0;
+}
+
+/// Whether the factors of a product are rounded as its weights are: those of tf32, and dout of
+/// another type.
+inline bool rounds_factors(const GradientCase& c) {
+  return c.tf32 || c.dout_dtype.value_or(c.dtype) != c.dtype;
 }
 
 /// Gradients of whole tensors.
@@ -71,7 +74,10 @@ struct Gradients {
   std::vector<double> dk;  // [keys, kv_heads, dim]
   std::vector<double> dv;  // [keys, kv_heads, value_dim]
   std::vector<double> dslopes, dqq;
-  double squares[5] = {};  // of plain(): the sums of the squares of all terms of each
+  // Of plain(): the sums of the squares of all terms of each, and of what they change if factors do
+  // by 1 part, and of each slope the sum of the absolute terms.
+  double squares[5] = {}, by_factors[5] = {};
+  std::vector<double> slope_terms;
 
   bool operator==(const Gradients&) const = default;
 };
@@ -98,10 +104,14 @@ class DeviceGradients {
   template <class Real>
   Gradients plain() const {
     Gradients all = zeros();
-    const auto add = [&](Real& sum, Real term, int which) {
+    double of_score = 0, of_weight = 0;  // how much factors change a weight, and dS by dout.v
+    const auto add = [&](Real& sum, Real term, int which, Real of_ds = 0) {
+      const double square = double{term} * double{term};
       sum += term;
-      all.squares[which] += double{term} * double{term};
+      all.squares[which] += square;
+      all.by_factors[which] += square * (2 + of_score) + of_weight * double{of_ds} * double{of_ds};
     };
+    all.slope_terms.resize(all.dslopes.size());
     std::vector<Real> dq(all.dq.size()), dk(all.dk.size()), dv(all.dv.size());
     std::vector<Real> dslopes(all.dslopes.size()), dqq(all.dqq.size());
     for_each_seen([&](int b, int h, std::int64_t t, std::int64_t j) {
@@ -112,22 +122,34 @@ class DeviceGradients {
       if (std::isinf(score)) return;
       const Real p = std::exp(score - static_cast<Real>(lse_[row]));
       Real of_value = 0;
-      for (int d = 0; d < c.values(); ++d)
-        of_value += Real{dout[row * c.values() + d]} * Real{v[key * c.values() + d]};
-      const Real ds = p * (of_value - static_cast<Real>(delta_[row]));
-      const Real dx = ds * slope * Real{scale()};
+      of_score = of_weight = 0;
+      for (int d = 0; d < c.values(); ++d) {
+        const Real product = Real{dout[row * c.values() + d]} * Real{v[key * c.values() + d]};
+        of_value += product;
+        of_weight += 2 * double{product} * double{product};
+      }
       for (int d = 0; d < c.dim; ++d) {
-        add(dq[row * c.dim + d], dx * Real{k[key * c.dim + d]}, 0);
-        add(dk[key * c.dim + d], dx * Real{q[row * c.dim + d]}, 1);
+        const double product = double{q[row * c.dim + d]} * k[key * c.dim + d] * scale();
+        of_score += 2 * product * product;
+      }
+      const Real ds = p * (of_value - static_cast<Real>(delta_[row]));
+      const Real turn = slope * Real{scale()}, dx = ds * turn;
+      for (int d = 0; d < c.dim; ++d) {
+        const Real of_k = Real{k[key * c.dim + d]}, of_q = Real{q[row * c.dim + d]};
+        add(dq[row * c.dim + d], dx * of_k, 0, p * turn * of_k);
+        add(dk[key * c.dim + d], dx * of_q, 1, p * turn * of_q);
       }
       for (int d = 0; d < c.values(); ++d)
         add(dv[key * c.values() + d], p * Real{dout[row * c.values() + d]}, 2);
       const std::int64_t column = j - context(b);
-      if (c.alibi)
-        add(dslopes[(c.slopes_of_sequences ? b * c.heads : 0) + h],
-            ds * static_cast<Real>(launcher::alibi_term(*c.alibi, context(b) + t, j, context(b))),
-            3);
-      if (c.qq && column >= 0 && column < qq_width()) add(dqq[t * qq_width() + column], ds, 4);
+      if (c.alibi) {
+        const std::int64_t at = (c.slopes_of_sequences ? b * c.heads : 0) + h;
+        const auto distance =
+            static_cast<Real>(launcher::alibi_term(*c.alibi, context(b) + t, j, context(b)));
+        add(dslopes[at], ds * distance, 3, p * distance);
+        all.slope_terms[at] += std::abs(double{ds * distance});
+      }
+      if (c.qq && column >= 0 && column < qq_width()) add(dqq[t * qq_width() + column], ds, 4, p);
     });
     std::copy(dq.begin(), dq.end(), all.dq.begin());
     std::copy(dk.begin(), dk.end(), all.dk.begin());
@@ -543,14 +565,16 @@ class DeviceGradients {
   mutable std::vector<std::int64_t> listed_;
 };
 
-/// Whether gradients are those of float64. fp32 may err 1.5 times as much as plain fp32, and 4
-/// units in the last place of the largest gradient. Products of fewer bits round each term by up to
-/// `unit` of it, in either direction: of all terms that is less than unit times the root of the sum
-/// of their squares.
-inline ::testing::AssertionResult is_close(const Gradients& found, const Gradients& exact,
-                                           const Gradients& plain, double unit) {
+/// Whether gradients of a case are those of float64. fp32 may err 1.5 times as much as plain fp32,
+/// and 4 units in the last place of the largest gradient; few slopes are sums whose terms cancel,
+/// so it is that of the largest sum of absolute terms. Products of fewer bits round each term by up
+/// to a part of it, in either direction: of all terms that is less than this part of the root of
+/// the sum of their squares.
+inline ::testing::AssertionResult is_close(const GradientCase& c, const Gradients& found,
+                                           const Gradients& exact, const Gradients& plain) {
+  const double unit = largest_rounding(c);
   const auto check = [&](const char* name, const std::vector<double>& a,
-                         const std::vector<double>& e, const std::vector<double>& p, double terms) {
+                         const std::vector<double>& e, const std::vector<double>& p, int which) {
     double error = 0, largest = 0, of_plain = 0, squares = 0;
     for (std::size_t i = 0; i < e.size(); ++i) {
       const double off = std::abs(a[i] - e[i]);
@@ -559,18 +583,22 @@ inline ::testing::AssertionResult is_close(const Gradients& found, const Gradien
       largest = std::max(largest, std::abs(e[i]));
       of_plain = std::max(of_plain, std::abs(p[i] - e[i]));
     }
-    if (unit > 0) error = std::isfinite(error) ? std::sqrt(squares) : error;
-    const double bound =
-        unit > 0 ? unit * std::sqrt(terms) : 1.5 * of_plain + 4 * 0x1p-23 * largest;
+    if (which == 3)
+      for (const double terms : exact.slope_terms) largest = std::max(largest, terms);
+    double bound = 1.5 * of_plain + 4 * 0x1p-23 * largest;
+    if (unit > 0) {
+      error = std::isfinite(error) ? std::sqrt(squares) : error;
+      const double terms = exact.squares[which] + (rounds_factors(c) ? exact.by_factors[which] : 0);
+      bound += unit * std::sqrt(terms);
+    }
     if (error <= bound) return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << name << ": error " << error << ", bound " << bound;
   };
-  if (auto r = check("dq", found.dq, exact.dq, plain.dq, exact.squares[0]); !r) return r;
-  if (auto r = check("dk", found.dk, exact.dk, plain.dk, exact.squares[1]); !r) return r;
-  if (auto r = check("dv", found.dv, exact.dv, plain.dv, exact.squares[2]); !r) return r;
-  if (auto r = check("dslopes", found.dslopes, exact.dslopes, plain.dslopes, exact.squares[3]); !r)
-    return r;
-  return check("dqq", found.dqq, exact.dqq, plain.dqq, exact.squares[4]);
+  if (auto r = check("dq", found.dq, exact.dq, plain.dq, 0); !r) return r;
+  if (auto r = check("dk", found.dk, exact.dk, plain.dk, 1); !r) return r;
+  if (auto r = check("dv", found.dv, exact.dv, plain.dv, 2); !r) return r;
+  if (auto r = check("dslopes", found.dslopes, exact.dslopes, plain.dslopes, 3); !r) return r;
+  return check("dqq", found.dqq, exact.dqq, plain.dqq, 4);
 }
 
 }  // namespace longspan::tests

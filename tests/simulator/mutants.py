@@ -1175,6 +1175,24 @@ MUTANTS = [
            old="    __syncthreads();\n"
                "    const std::int64_t token",
            new="    const std::int64_t token"),
+    Mutant("gradients-terms-overwritten", "kernels/cuda/gradients/row_terms.cu", "gradients",
+           "A warp loads the next columns of rows whose last ones other threads still multiply.",
+           old="    __syncthreads();  // the last tile has been read\n",
+           new=""),
+    Mutant("gradients-terms-unwritten", "kernels/cuda/gradients/row_terms.cu", "gradients",
+           "A thread multiplies its row before the other warps have loaded it.",
+           old="    __syncthreads();\n"
+               "    if (first + thread < rows)",
+           new="    if (first + thread < rows)"),
+    Mutant("gradients-sinks-unmet", "kernels/cuda/gradients/row_terms.cu", "gradients",
+           "Sums over rows are halved before the other half is there.",
+           old="    __syncthreads();\n"
+               "    if (thread < width)",
+           new="    if (thread < width)"),
+    Mutant("gradients-sinks-overwritten", "kernels/cuda/gradients/row_terms.cu", "gradients",
+           "The sums of the next virtual rank are written before thread 0 has that of the last one.",
+           old="  __syncthreads();             // the next sum may begin\n",
+           new=""),
 ]
 
 

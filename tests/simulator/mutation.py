@@ -77,6 +77,7 @@ FILES = {
     "resume.cu": (["combine/resume.cu"], "gpu_state_in_test", "*"),
     "rotate.cuh": (["cache/append.cu", "cache/rotate_rows.cu"], "gpu_rotate_rows_test", "*"),
     "rotate_rows.cu": (["cache/rotate_rows.cu"], "gpu_rotate_rows_test", "*"),
+    "row_terms.cu": (["gradients/row_terms.cu"], "gpu_gradient_kernels_test", "*Terms*:*Sinks*"),
     "rows.cu": (["cache/rows.cu"], "gpu_rows_test", "*"),
     "segments.cu": (["combine/segments.cu"], "gpu_segments_test", "*"),
     "store_state.cuh": (PORTABLE[:1] + SINGLE[:1], "gpu_state_in_test", "*"),

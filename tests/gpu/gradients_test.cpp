@@ -91,6 +91,38 @@ std::vector<GradientCase> features(const GradientCase& of) {
   return all;
 }
 
+/// NaN in the gradient of a row's result reaches only the keys that the row sees, and NaN in a key
+/// only the rows that see it.
+TEST_F(GpuGradients, NaNStaysWhereItIsSeen) {
+  for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16})
+    for (const bool tf32 : {false, true}) {
+      if (tf32 && dtype != DType::fp32) continue;
+      for (const float softcap : {0.0f, 2.0f}) {
+        const GradientCase c{.dtype = dtype,
+                             .heads = 1,
+                             .query_len = {100},
+                             .kv_len = {150},
+                             .mask = {.causal = true, .window = 30},
+                             .softcap = softcap,
+                             .tf32 = tf32};
+        DeviceGradients of_row(c, fresh_seed());
+        of_row.poison_row(50);
+        const Gradients rows = of_row.run(backend());
+        for (std::int64_t j = 0; j < 150; ++j) {
+          ASSERT_EQ(std::isnan(rows.dk[j * c.dim]), of_row.sees(50, j)) << name(dtype) << j;
+          ASSERT_EQ(std::isnan(rows.dv[j * c.dim]), of_row.sees(50, j)) << name(dtype) << j;
+        }
+        for (std::int64_t t = 0; t < 100; ++t) ASSERT_EQ(std::isnan(rows.dq[t * c.dim]), t == 50);
+        DeviceGradients of_key(c, fresh_seed());
+        of_key.poison_key(90);
+        const Gradients keys = of_key.run(backend());
+        for (std::int64_t t = 0; t < 100; ++t)
+          ASSERT_EQ(std::isnan(keys.dq[t * c.dim]), of_key.sees(t, 90)) << name(dtype) << t;
+        for (std::int64_t j = 0; j < 150; ++j) ASSERT_EQ(std::isnan(keys.dk[j * c.dim]), j == 90);
+      }
+    }
+}
+
 TEST_F(GpuGradients, OfQqBias) {
   for (const DType dtype : {DType::fp32, DType::bf16}) {
     GradientCase c{.dtype = dtype, .query_len = {70}, .kv_len = {90}, .qq = true};

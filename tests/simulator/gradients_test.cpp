@@ -90,9 +90,9 @@ const Named kCases[] = {
      {.dtype = kBf16,
       .heads = 2,
       .kv_heads = 2,
-      .query_len = {300},
-      .kv_len = {300},
-      .mask = {.causal = true},
+      .query_len = {150},
+      .kv_len = {330},
+      .mask = {.causal = true, .window = 60},
       .invariant = true}},
 };
 std::string name_of(const ::testing::TestParamInfo<Named>& given) { return given.param.name; }

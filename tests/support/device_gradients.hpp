@@ -213,6 +213,19 @@ class DeviceGradients {
     return all;
   }
 
+  /// NaN in dout of a row of the first sequence, and so in its D; or in a key and its value.
+  void poison_row(std::int64_t row) {
+    poison(dout, row * c.heads, c.heads, c.values());
+    for (int h = 0; h < c.heads; ++h)
+      terms_[row * c.heads + h].d = std::numeric_limits<float>::quiet_NaN();
+  }
+  void poison_key(std::int64_t key) {
+    poison(k, key * c.kv_heads, c.kv_heads, c.dim);
+    poison(v, key * c.kv_heads, c.kv_heads, c.values());
+  }
+  /// Whether row t of the first sequence sees a key.
+  bool sees(std::int64_t t, std::int64_t key) const { return visible(0, t).contains(key); }
+
   GradientCase c;
   std::vector<std::int32_t> row_start, key_start;  // [batch + 1] of whole sequences, packed
   std::vector<float> q, k, v, dout;                // whole, without gaps; rounded to their types
@@ -335,12 +348,17 @@ class DeviceGradients {
       key_is_seen[key_start[b] + j] = true;
     });
     const auto hide = [](std::vector<float>& rows, std::int64_t row, int dim) {
-      std::fill_n(rows.begin() + row * dim, dim, std::numeric_limits<float>::quiet_NaN());
+      poison(rows, row, 1, dim);
     };
     for (std::size_t row = 0; row < row_sees.size(); ++row)
       if (!row_sees[row]) hide(q, row, c.dim), hide(dout, row, c.values());
     for (std::int64_t key = 0; key < keys() * c.kv_heads; ++key)
       if (!key_is_seen[key / c.kv_heads]) hide(k, key, c.dim), hide(v, key, c.values());
+  }
+
+  static void poison(std::vector<float>& values, std::int64_t row, int rows, int dim) {
+    std::fill_n(values.begin() + row * dim, std::int64_t{rows} * dim,
+                std::numeric_limits<float>::quiet_NaN());
   }
 
   // ---- memory of the device -------------------------------------------------------------------

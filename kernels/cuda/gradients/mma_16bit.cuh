@@ -1,12 +1,13 @@
 // The products of backward by mma of 16 bits, for heads up to 256.
 //
-// S and dP of a warp's rows or keys are in its registers; as the result of one mma is laid out as
-// the left operand of the next, so are P and dX, rounded to 16 bits. Both operands that stream by
-// are loaded by cp.async while the tile before them is multiplied.
+// S and dP of a warp's rows or keys are in its registers; as the result of one
+// mma is laid out as the left operand of the next, so are P and dX, rounded to
+// 16 bits. Both operands that stream by are loaded by cp.async while the tile
+// before them is multiplied.
 //
-// P and dX of fp16 are scaled by a power of two for each owned one and tile, whose sums are scaled
-// back in fp32. So gradients do not underflow, whatever the scale of the loss and the number of
-// keys.
+// P and dX of fp16 are scaled by a power of two for each owned one and tile,
+// whose sums are scaled back in fp32. So gradients do not underflow, whatever
+// the scale of the loss and the number of keys.
 #pragma once
 
 #include <type_traits>
@@ -16,8 +17,8 @@
 
 namespace longspan::kernels::cuda {
 
-/// Loads kRows rows into a tile of T, with zeros past the last dim and for kNoRow. Rows of another
-/// type are rounded to T.
+/// Loads kRows rows into a tile of T, with zeros past the last dim and for
+/// kNoRow. Rows of another type are rounded to T.
 template <class T, int kDim, int kRows, int kThreads>
 __device__ inline void load_rows(std::uint32_t tile, const GradientTensor& from,
                                  const std::int64_t* at) {
@@ -45,8 +46,8 @@ __device__ inline void load_rows(std::uint32_t tile, const GradientTensor& from,
   }
 }
 
-/// A power of two for weights of at most `most`, and its inverse: the largest one is then below
-/// 2^15, as fp16 can hold.
+/// A power of two for weights of at most `most`, and its inverse: the largest
+/// one is then below 2^15, as fp16 can hold.
 struct WeightScale {
   float to, back;
 
@@ -73,7 +74,10 @@ class Mma16Gradients : public MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32> 
 
   __device__ __forceinline__ Mma16Gradients(const GradientParams& p, const GradientPlan& plan,
                                             const Work& work, std::byte* shared)
-      : Base(p, plan, work), own_(arch::shared_address(shared)), stream_(own_ + 2 * kOwnBytes) {}
+      : Base(p, plan, work),
+        shared_(shared),
+        own_(arch::shared_address(shared)),
+        stream_(own_ + 2 * kOwnBytes) {}
 
   __device__ __forceinline__ void load_owned() {
     this->clear_slopes();
@@ -100,8 +104,16 @@ class Mma16Gradients : public MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32> 
     Scores s = {}, g = {};
     add_products(s, own_, stream);
     if (!of_values) add_products(g, own_ + kOwnBytes, stream + kStreamBytes);
-    this->weigh_all(s, g, tile, slot, of_values);
-    add_weighed(sums, s, of_values ? stream + kStreamBytes : stream);
+    const std::uint32_t rows = of_values ? stream + kStreamBytes : stream;
+    if (this->weigh_all(s, g, tile, slot, of_values)) {
+      const std::byte* const at = shared_ + (rows - own_);
+      return this->add_seen(sums, s, [at](int j, int n) {
+        const T* const pair =
+            reinterpret_cast<const T*>(at + Layout::offset(j, n)) + lane() % 4 * 2;
+        return make_float2(static_cast<float>(pair[0]), static_cast<float>(pair[1]));
+      });
+    }
+    add_weighed(sums, s, rows);
   }
 
  private:
@@ -178,6 +190,7 @@ class Mma16Gradients : public MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32> 
     }
   }
 
+  const std::byte* const shared_;
   const std::uint32_t own_;     // the first operand, then the second one
   const std::uint32_t stream_;  // the same, for two tiles
 };

@@ -1,7 +1,9 @@
-// The products of backward by mma of tf32, of fp32 tensors that allow it, for heads up to 128.
+// The products of backward by mma of tf32, of fp32 tensors that allow it, for
+// heads up to 128.
 //
-// As those of 16 bits (mma_16bit.cuh); but P and dX meet the rows of X in another order of the
-// rows: t of an operand is row 2 t, and t + 4 is row 2 t + 1, which the lane has.
+// As those of 16 bits (mma_16bit.cuh); but P and dX meet the rows of X in
+// another order of the rows: t of an operand is row 2 t, and t + 4 is row 2 t +
+// 1, which the lane has.
 #pragma once
 
 #include "kernels/cuda/arch/tf32.cuh"
@@ -53,8 +55,12 @@ class Tf32Gradients : public MmaGradients<kOfRows, kDim, 32> {
     Scores s = {}, g = {};
     add_products(s, own_, stream);
     if (!of_values) add_products(g, own_ + kOwnFloats, stream + kStreamFloats);
-    this->weigh_all(s, g, tile, number % Work::kSlots, of_values);
-    add_weighed(sums, s, of_values ? stream + kStreamFloats : stream);
+    const float* const rows = of_values ? stream + kStreamFloats : stream;
+    if (this->weigh_all(s, g, tile, number % Work::kSlots, of_values))
+      return this->add_seen(sums, s, [rows](int j, int n) {
+        return *reinterpret_cast<const float2*>(rows + j * kStride + n * 8 + lane() % 4 * 2);
+      });
+    add_weighed(sums, s, rows);
   }
 
  private:

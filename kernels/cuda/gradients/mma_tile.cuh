@@ -1,6 +1,7 @@
-// What the products of backward by mma share: each has its results in the same layout, whatever the
-// type. A warp owns 16 rows or keys; lane 4 g + t has elements for those at g and at g + 8, each
-// for the pairs 2 t, 2 t + 1 of every eight that stream by, or of every eight columns.
+// What the products of backward by mma share: each has its results in the same
+// layout, whatever the type. A warp owns 16 rows or keys; lane 4 g + t has
+// elements for those at g and at g + 8, each for the pairs 2 t, 2 t + 1 of
+// every eight that stream by, or of every eight columns.
 #pragma once
 
 #include <type_traits>
@@ -51,6 +52,7 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
  protected:
   using Operands::p_, Operands::work_;
   using Scores = float[kStream / 8][4];  // of the warp
+  static constexpr float kLargest = 3.402823466e38f;
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / 32; }
@@ -59,22 +61,22 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
 
   __device__ __forceinline__ void clear_slopes() { slopes_[0] = slopes_[1] = 0.0; }
 
-  /// S and dP become W, in s.
-  __device__ __forceinline__ void weigh_all(Scores& s, const Scores& g, const StreamTile& tile,
+  /// S and dP become W, in s. Returns whether X has infinity or NaN that some
+  /// of the warp's owned ones have no weight for: add_seen is then to add up.
+  __device__ __forceinline__ bool weigh_all(Scores& s, const Scores& g, const StreamTile& tile,
                                             int slot, bool of_values) {
     const bool full = work_.full(tile, slot);
     if (!rule_.plain()) return weigh_by(rule_, s, g, tile, slot, of_values, full);
     ScoreRule plain = rule_;  // whose branches the compiler leaves out
     plain.to_cap = 0.0f;
     plain.biased = false;
-    if (full)
-      weigh_by(plain, s, g, tile, slot, of_values, std::true_type{});
-    else
-      weigh_by(plain, s, g, tile, slot, of_values, std::false_type{});
+    if (full) return weigh_by(plain, s, g, tile, slot, of_values, std::true_type{});
+    return weigh_by(plain, s, g, tile, slot, of_values, std::false_type{});
   }
 
+  /// The same by a rule. Where `full` is known, all have weights for all.
   template <class Full>
-  __device__ __forceinline__ void weigh_by(const ScoreRule& rule, Scores& s, const Scores& g,
+  __device__ __forceinline__ bool weigh_by(const ScoreRule& rule, Scores& s, const Scores& g,
                                            const StreamTile& tile, int slot, bool of_values,
                                            Full full) {
     const auto& rows = work_.rows(slot);
@@ -82,6 +84,7 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
     const bool listed = work_.view.table != nullptr;
     const std::int64_t first_key = kRowsOwn ? tile.first : work_.first;
     float slopes[2] = {};
+    bool skips = false;
     // Rows are outermost, so that what is known of a row is read once.
     const auto weigh_one = [&](int row, const SeenKeys& range, int key, float& score,
                                float of_value, int half) {
@@ -92,6 +95,12 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
                                      : 0.0f;
       const Weighed found = weigh(rule, score, of_value, bias, seen, rows.lse[row],
                                   rows.lse_low[row], rows.d[row], arch::exp2_fast);
+      if constexpr (!std::is_same_v<Full, std::true_type>) {
+        // A row that is not finite has such a D, and what is multiplied by it
+        // such products.
+        const float of_x = of_values ? rows.d[row] : score;
+        if (found.p == 0.0f && !(fabsf(of_x) <= kLargest)) skips = true;
+      }
       score = of_values ? found.p : found.dx;
       if (rule.biased && this->wants_slopes())
         slopes[half] =
@@ -124,6 +133,39 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
           for (int half = 0; half < 2; ++half)
             weigh_one(row, range, own_of(half), s[n][2 * half + j], g[n][2 * half + j], half);
         }
+    }
+    if constexpr (std::is_same_v<Full, std::true_type>) return false;
+    return __any_sync(~0u, skips) != 0;
+  }
+
+  /// Sums += W X without what has no weight. `pair_at(j, n)`: the thread's two
+  /// elements of the j-th row of X, of its n-th eight columns.
+  template <class PairAt>
+  __device__ __forceinline__ static void add_seen(float (&sums)[kFloats], const Scores& weights,
+                                                  const PairAt& pair_at) {
+#pragma unroll 1
+    for (int j = 0; j < kStream; ++j) {
+      float weight[2] = {};
+#pragma unroll
+      for (int n = 0; n < kStream / 8; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (n == j / 8)
+            weight[half] = j % 2 == 0 ? weights[n][2 * half] : weights[n][2 * half + 1];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        weight[half] = __shfl_sync(~0u, weight[half], lane() / 4 * 4 + j % 8 / 2);
+#pragma unroll
+      for (int n = 0; n < kDim / 8; ++n) {
+        const float2 pair = pair_at(j, n);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (weight[half] == 0.0f) continue;
+          float* const sum = sums + n * 4 + 2 * half;
+          sum[0] = fmaf(weight[half], pair.x, sum[0]);
+          sum[1] = fmaf(weight[half], pair.y, sum[1]);
+        }
+      }
     }
   }
 

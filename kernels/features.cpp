@@ -40,7 +40,7 @@ constexpr Feature kFeatures[] = {
      kBoth, kYes, kYes, [](const P& p) { return static_cast<bool>(p.bias.slopes); }},
     {"qq_bias", "between the new tokens, -inf hides", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.bias.qq); }},
-    {"dropout", "of weights, by seed, sequence, head and positions", kLayer, kYes, kNo,
+    {"dropout", "of weights, by seed, sequence, head and positions", kLayer, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.dropout); }},
     {"paged", "block tables, pages of any size", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.pages); }},

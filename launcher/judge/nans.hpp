@@ -26,6 +26,8 @@ inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
                        [[maybe_unused]] DType dtype) {
 #if defined(LONGSPAN_SIMULATED)
   switch (dtype) {
+    case DType::fp64:
+      return unite_nans<std::uint64_t>(elements, 0x7ff0000000000000);
     case DType::fp32:
       return unite_nans<std::uint32_t>(elements, 0x7f800000);
     case DType::bf16:

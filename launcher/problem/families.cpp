@@ -697,10 +697,6 @@ Family gradients(const Sweep& sweep) {
 /// without.
 Family dropout(const Sweep& sweep) {
   Family family;
-  if (sweep.gpu) {
-    family.why_empty = "dropout on GPUs is not supported yet";
-    return family;
-  }
   Random random(sweep.seed + 18);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
   for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
@@ -719,7 +715,7 @@ Family dropout(const Sweep& sweep) {
     if (chance(2))
       for (int b = 0; b < batch; ++b) p.dropout_sequences.push_back(below(random, 1 << 30));
     p.options.dtypes.bf16_products = dtype == bf16 && chance(2);
-    p.options.gradients = !chance(3);
+    p.options.gradients = !chance(3) && !sweep.gpu;  // which have none with dropout
     if (p.goes_back()) {
       p.dout = generated(seed, kOfDout, dtype, p.tokens(), p.q.heads, p.value_dim());
       if (chance(2)) p.dlse = generated(seed, kOfDlse, fp32, p.tokens(), p.q.heads, 1);
@@ -742,7 +738,12 @@ Family dropout(const Sweep& sweep) {
       p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
     }
     if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
-    const std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    p.options.invariant = chance(4);
+    std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    if (names.empty()) {  // a cut without an order
+      p.options.invariant = false;
+      names = that_go_back(p, sweep.ranks);
+    }
     if (names.empty()) continue;
     p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
     family.problems.push_back(std::move(p));

@@ -102,6 +102,10 @@ struct Case {
   bool device_lengths = false;  // lengths from arrays also where one sequence would not need them
   int q_gap = 0, kv_gap = 0, out_gap = 0;  // elements between rows, NaN
   unsigned seed = 1;
+  double dropout = 0;  // with kDropoutSeed and kFirstHead
+
+  static constexpr std::int64_t kDropoutSeed[] = {-11, 12};
+  static constexpr int kFirstHead = 3;
 
   int batch() const { return static_cast<int>(q_lens.size()); }
   std::int64_t tokens() const {
@@ -124,6 +128,10 @@ struct Case {
     p.mask = mask;
     p.score = {scale_used(), softcap};
     p.invariant = invariant;
+    p.dropout.on = dropout > 0;
+    p.dropout.threshold = kernels::dropout_threshold(dropout);
+    p.dropout.scale = static_cast<float>(1 / (1 - dropout));
+    p.dropout.first_head = kFirstHead;
     return p;
   }
   /// Positions that row t of sequence b sees.
@@ -142,6 +150,7 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
   out << " causal " << c.mask.causal;
   for (int flag : c.causal) out << "," << flag;
   if (c.alibi) out << " ALiBi " << name(*c.alibi);
+  if (c.dropout > 0) out << " dropout " << c.dropout;
   return out << " window " << c.mask.window << " right " << c.mask.right << " softcap " << c.softcap
              << " scale " << c.scale << " " << name(c.layout) << " block " << c.block << " ranks "
              << c.ranks << " invariant " << c.invariant << " sinks " << c.sinks << " gaps "
@@ -189,6 +198,16 @@ struct Data {
     for (std::int64_t j = 0; j < c.kv_lens[b]; ++j)
       bias.push_back(slope * launcher::alibi_term(*c.alibi, context + t, j, context));
     return bias;
+  }
+
+  /// The factors of dropout for row t of sequence b: [kv_len]; or nothing.
+  static std::vector<double> kept(const Case& c, std::size_t b, std::int64_t t, int head) {
+    if (c.dropout == 0) return {};
+    return launcher::dropout_factors<float>(
+        {c.dropout, static_cast<std::uint64_t>(Case::kDropoutSeed[0]),
+         static_cast<std::uint64_t>(Case::kDropoutSeed[1]), static_cast<std::uint32_t>(b),
+         static_cast<std::uint32_t>(Case::kFirstHead + head), c.kv_lens[b] - c.q_lens[b] + t},
+        c.kv_lens[b]);
   }
 };
 

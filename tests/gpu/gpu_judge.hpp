@@ -19,11 +19,12 @@ struct Judgement {
   double norm_plain = 0;  // |plain - exact| / |exact|
 };
 
-/// One row in fp32. bias: of these keys, or nothing.
+/// One row in fp32. bias, kept: of these keys, or nothing.
 inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
                                       const Eigen::Ref<const launcher::RowMajor>& keys,
                                       const Eigen::Ref<const launcher::RowMajor>& values,
-                                      std::optional<double> sink, std::span<const double> bias) {
+                                      std::optional<double> sink, std::span<const double> bias,
+                                      std::span<const double> kept) {
   std::vector<float> scores;
   float top = sink ? static_cast<float>(*sink) : -infinity();
   for (Eigen::Index i = 0; i < keys.rows(); ++i) {
@@ -40,7 +41,8 @@ inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
   for (Eigen::Index i = 0; i < keys.rows(); ++i) {
     const float weight = std::exp(scores[static_cast<std::size_t>(i)] - top);
     sum += weight;
-    out += weight * values.row(i).transpose().cast<float>();
+    const float z = kept.empty() ? 1.0f : static_cast<float>(kept[static_cast<std::size_t>(i)]);
+    out += z * weight * values.row(i).transpose().cast<float>();
   }
   return (out / sum).cast<double>();
 }
@@ -78,17 +80,20 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
             q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
           const Interval seen = c.visible(static_cast<std::size_t>(b), t);
           const std::vector<double> bias = data.bias(c, static_cast<std::size_t>(b), t, head);
+          const std::vector<double> kept = Data::kept(c, static_cast<std::size_t>(b), t, head);
           std::optional<double> sink;
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
           const launcher::Exact exact = launcher::attend_exactly(
-              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias);
+              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias, kept);
           Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.dim);
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
             const std::span<const double> own =
                 bias.empty() ? std::span<const double>() : std::span(bias).subspan(seen.begin);
-            plain = attend_plainly(c, q, k, v, sink, own);
+            plain = attend_plainly(
+                c, q, k, v, sink, own,
+                kept.empty() ? std::span<const double>() : std::span(kept).subspan(seen.begin));
           }
           for (int d = 0; d < c.dim; ++d) {
             const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
@@ -138,10 +143,11 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
             q[d] = launcher::load(data.q.data(), c.dtype, row * c.dim + d);
           const Interval seen = c.visible(b, t);
           const std::vector<double> bias = data.bias(c, b, t, head);
+          const std::vector<double> kept = Data::kept(c, b, t, head);
           std::optional<double> sink;
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
           const launcher::Exact exact = launcher::attend_exactly(
-              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias);
+              q, keys, values, seen, c.scale_used(), c.softcap, sink, bias, kept);
           const double lse = result.lse[static_cast<std::size_t>(row)];
           double lse_off = 4 * 0x1p-24 * std::abs(exact.lse);    // a sink alone, to base 2 and back
           Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
@@ -164,7 +170,9 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
               single += kOfBias * added.abs().maxCoeff();
               s += added;
             }
-            const Eigen::VectorXd error = (s - exact.lse).exp() * (unit + single) + smallest;
+            Eigen::VectorXd error = (s - exact.lse).exp() * (unit + single) + smallest;
+            for (Eigen::Index j = 0; j < error.size() && !kept.empty(); ++j)
+              error[j] *= kept[static_cast<std::size_t>(seen.begin + j)];
             moved = v.cwiseAbs().transpose() * error;
           }
           if (std::isinf(exact.lse))

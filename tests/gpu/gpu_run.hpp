@@ -35,6 +35,8 @@ class GpuRun {
     sinks_ = OnGpu<float>(data.sinks);
     slopes_ = OnGpu<float>(data.slopes);
     causal_ = OnGpu<std::uint8_t>(c.causal);
+    dropout_seed_ = OnGpu<std::int64_t>(
+        std::vector<std::int64_t>(std::begin(Case::kDropoutSeed), std::end(Case::kDropoutSeed)));
     std::vector<std::int32_t> starts{0};
     for (int n : c.q_lens) starts.push_back(starts.back() + n);
     query_start_ = OnGpu<std::int32_t>(starts);
@@ -188,6 +190,8 @@ class GpuRun {
   kernels::AttendParams bounds() const {
     kernels::AttendParams p = c_.params();
     if (c_.alibi) p.bias = {Floats(slopes_.data()), *c_.alibi};
+    p.dropout.seed = dropout_seed_.data();
+    p.dropout.seeds = 2;
     return p;
   }
 
@@ -212,6 +216,7 @@ class GpuRun {
   OnGpu<std::byte> q_, out_, state_memory_, scratch_;
   OnGpu<float> sinks_, slopes_, lse_;
   OnGpu<std::uint8_t> causal_;
+  OnGpu<std::int64_t> dropout_seed_;
   OnGpu<std::int32_t> query_start_, kv_len_;
   std::vector<Rank> ranks_;
   kernels::StateSlots states_;

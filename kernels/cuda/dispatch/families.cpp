@@ -23,7 +23,8 @@ constexpr CudaFamily hopper(Family id, const char* heads, const char* takes) {
       .ends = Ends::itself,
       .accepts =
           [](const AttendParams& p, const Kind& kind) {
-            return kind.lengths == Lengths::only_long && kind.gpu.hopper_code && kTakes(p);
+            return kind.lengths == Lengths::only_long && kind.gpu.hopper_code && !p.dropout &&
+                   kTakes(p);
           },
       .needs = [](const AttendParams& p,
                   const Kind& kind) { return sm90::scratch_bytes(p, kind.gpu.multiprocessors); },
@@ -45,7 +46,9 @@ constexpr CudaFamily hopper(Family id, const char* heads, const char* takes) {
 template <Takes* kTakes>
 constexpr CudaFamily hopper_by_arrivals(Family id, const char* heads, const char* takes) {
   CudaFamily family = hopper<kTakes>(id, heads, takes);
-  family.takes_arrivals = [](const AttendParams& p) { return sm90::takes_arrivals(p, kTakes); };
+  family.takes_arrivals = [](const AttendParams& p) {
+    return !p.dropout && sm90::takes_arrivals(p, kTakes);
+  };
   return family;
 }
 
@@ -76,7 +79,8 @@ constexpr CudaFamily planned(const char* queries, const char* heads, const char*
 }
 
 bool takes_decode(const AttendParams& p, Lengths lengths) {
-  return lengths != Lengths::only_long && p.dtype != DType::fp32 && p.head_dim == p.value_dim;
+  return lengths != Lengths::only_long && p.dtype != DType::fp32 && p.head_dim == p.value_dim &&
+         !p.dropout;
 }
 bool takes_16_bits(const AttendParams& p, Lengths) { return p.dtype != DType::fp32; }
 bool takes_tf32(const AttendParams& p, Lengths) { return p.dtype == DType::fp32 && p.tf32; }
@@ -84,7 +88,8 @@ bool takes_all(const AttendParams&, Lengths) { return true; }
 
 constexpr CudaFamily decode() {
   CudaFamily family = planned<Family::decode, takes_decode>(
-      "short", "equal, up to 256", "products of 16 bits; keys and values of that type or fp8");
+      "short", "equal, up to 256",
+      "products of 16 bits; keys and values of that type or fp8; no dropout");
   // Each of these keys is seen by a row of its own sequence, so some work tile reads its segment.
   family.writes_new_keys = [](const AttendParams& p) {
     return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
@@ -112,13 +117,13 @@ constexpr CudaFamily hopper_e4m3() {
 constexpr CudaFamily kFamilies[] = {
     hopper<sm90::takes_in_order>(
         Family::hopper_in_order, "equal, 48 to 128 in steps of 8",
-        "invariant: 16 bits of one type, in pages and at any strides; no softcap, biases or "
-        "scales"),
+        "invariant: 16 bits of one type, in pages and at any strides; no softcap, biases, "
+        "scales or dropout"),
     hopper_e4m3(),
     hopper_by_arrivals<sm90::takes_16_bits>(
         Family::hopper, "equal, 48 to 256 in steps of 8",
         "16 bits of one type, a positive scale, pages for heads of 81 to 192; no qq_bias, ALiBi "
-        "sqrt or scales of tensors"),
+        "sqrt, scales of tensors or dropout"),
     decode(),
     planned<Family::portable, takes_16_bits>(
         "any", "up to 256", "products of 16 bits; keys and values of that type or fp8"),

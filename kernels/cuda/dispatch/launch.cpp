@@ -102,8 +102,8 @@ Loader loader_of(const AttendParams& p) {
   const auto aligned = [&](const auto& rows) { return is_aligned<8>(rows, p.dtype); };
   const bool in_eights = p.head_dim % 8 == 0 && p.value_dim % 8 == 0;
   const bool plain = in_eights && !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype &&
-                     !p.bias && !p.q_scale && !p.k_scale && !p.v_scale && aligned(p.q) &&
-                     aligned(p.k) && aligned(p.v);
+                     !p.bias && !p.dropout && !p.q_scale && !p.k_scale && !p.v_scale &&
+                     aligned(p.q) && aligned(p.k) && aligned(p.v);
   return plain ? Loader::plain : Loader::any16;
 }
 

@@ -9,8 +9,9 @@
 //     O: lane x holds dims 4 x ... 4 x + 3, 64 + 4 x ...
 //
 // Each dim has two instances, plain (contiguous fp32 rows) and any (pages of any layout, fp8,
-// scales, biases), so that plain tensors do not pay for the rest. Heads wider than 256 have one
-// more, with fewer rows. It reads elements of any type, and so serves all types for such heads.
+// scales, biases, dropout), so that plain tensors do not pay for the rest. Heads wider than 256
+// have one more, with fewer rows. It reads elements of any type, and so serves all types for such
+// heads.
 #pragma once
 
 #include <type_traits>
@@ -27,7 +28,7 @@ template <int kHeadDim, int kMostValueDim, int kRowCount, bool kPlainRows>
 struct Fp32Traits {
   static constexpr int kDim = kHeadDim;
   static constexpr int kValueDim = kMostValueDim;
-  static constexpr bool kPlain = kPlainRows;  // for contiguous fp32, no scales, no bias
+  static constexpr bool kPlain = kPlainRows;  // for contiguous fp32, no scales, bias or dropout
   static constexpr int kThreads = 128;
   static constexpr int kHalves = kThreads / 16;
   static constexpr int kBlocks = 2;  // on a multiprocessor
@@ -123,6 +124,9 @@ class Fp32Products {
         sum = __fadd_rn(sum, weight);
         weights_[row * Traits::kWeightStride + lane + 16 * j] = weight;
       }
+      if constexpr (!Traits::kPlain) {
+        if (p.dropout) drop(p, sequence, work, row, view, first);
+      }
 #pragma unroll
       for (int step = 1; step < 16; step *= 2)
         sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
@@ -188,6 +192,19 @@ class Fp32Products {
           key_column(p, sequence, view, first + static_cast<int>(threadIdx.x) % 16 + 16 * j);
       s[j] = RowBias::add(s[j], bias.alibi(column) + bias.qq(column));
     }
+  }
+
+  /// Drops weights of one row, each thread those that it has stored.
+  __device__ __forceinline__ void drop(const AttendParams& p, const Sequence& sequence,
+                                       const TileCoord& work, int row, const View& view,
+                                       std::int64_t first) const {
+    const RowDropout dropout(p, p.dropout.key(), sequence,
+                             packed_row(work, min(row, work.rows - 1)));
+    const int lane = static_cast<int>(threadIdx.x) % 16;
+#pragma unroll 1
+    for (int j = 0; j < Traits::kKeySteps; ++j)
+      dropout.drop(weights_[row * Traits::kWeightStride + lane + 16 * j],
+                   key_column(p, sequence, view, first + lane + 16 * j));
   }
 
   const float* const queries_;

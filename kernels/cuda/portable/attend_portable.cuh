@@ -13,6 +13,7 @@
 
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/common/bias.cuh"
+#include "kernels/cuda/common/dropout.cuh"
 #include "kernels/cuda/common/fold_stack.cuh"
 #include "kernels/cuda/common/loader.cuh"
 #include "kernels/cuda/common/next_work_tile.cuh"
@@ -251,6 +252,27 @@ __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyT
   }
 }
 
+/// Drops weights P. `columns` are the columns of the tile's keys.
+template <class Traits>
+__device__ inline void drop_weights(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
+                                    const AttendParams& p, const Sequence& sequence,
+                                    const TileCoord& work, const int* columns) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const PhiloxKey key = p.dropout.key();
+#pragma unroll
+  for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
+      const RowDropout dropout(p, key, sequence, packed_row(work, min(row, work.rows - 1)));
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n) {
+        const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);
+        dropout.drop(s[m][n][half * 2], s[m][n][half * 2 + 1], column.x, column.y);
+      }
+    }
+}
+
 /// O += P V of the warp's rows; P is rounded to 16 bits.
 template <class Traits>
 __device__ inline void multiply_values(typename Traits::State& state,
@@ -427,7 +449,7 @@ class PortableBlock {
   __device__ __forceinline__ void attend_tile(State& state, const KeyTile& key_tile, int parity,
                                               bool plain, float scale) {
     if constexpr (kGeneral) {
-      if (p_.bias && threadIdx.x < kKeys)
+      if ((p_.bias || p_.dropout) && threadIdx.x < kKeys)
         columns_[parity * kKeys + threadIdx.x] =
             key_column(p_, tile_.sequence, tile_.view, key_tile.first + threadIdx.x);
     }
@@ -458,6 +480,10 @@ class PortableBlock {
     if (!tile_.view.full(key_tile.first, kKeys))
       mask_scores<Traits>(s, rows_, tile_.view, key_tile.first);
     absorb_scores<Traits>(s, state, scale);
+    if constexpr (kGeneral) {
+      if (p_.dropout)
+        drop_weights<Traits>(s, p_, tile_.sequence, tile_.work, columns_ + parity * kKeys);
+    }
     multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
   }
 
@@ -488,7 +514,7 @@ class PortableBlock {
   const std::uint32_t stages_;  // K0 V0 (K1 V1)
   Interval* const rows_;        // what each row sees
   WorkTile<kInvariant>& tile_;
-  int* const columns_;  // of the biases, for the keys of two tiles
+  int* const columns_;  // of biases and dropout, for the keys of two tiles
 };
 
 template <class Traits, bool kInvariant, Loader kLoader>

@@ -69,12 +69,12 @@ class Tf32Products {
     return first_row_ < work.rows;
   }
 
-  /// Computes the bias column of each key of the segment, once per segment.
+  /// Computes the column of each key of the segment, for biases and dropout, once per segment.
   __device__ __forceinline__ void find_columns(const AttendParams& p, const Sequence& sequence,
                                                const View& view, std::int64_t first,
                                                int dim) const {
     static_assert(Traits::kThreads == kSegment, "a thread gives the column of a key");
-    if (p.bias && dim == 0)
+    if ((p.bias || p.dropout) && dim == 0)
       columns_[threadIdx.x] = key_column(p, sequence, view, first + threadIdx.x);
   }
 
@@ -82,7 +82,7 @@ class Tf32Products {
     multiply_slice(s, queries_ + first_row_ * Traits::kQueryStride + dim, slice_);
   }
 
-  __device__ __forceinline__ void weigh(Scores& s, const AttendParams& p, const Sequence&,
+  __device__ __forceinline__ void weigh(Scores& s, const AttendParams& p, const Sequence& sequence,
                                         const TileCoord& work, const View& view, std::int64_t first,
                                         State& state) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -135,6 +135,14 @@ class Tf32Products {
       sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
       sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 2));
       state.stats[half] = {top, sum};
+      if (!p.dropout) continue;
+      const RowDropout dropout(p, p.dropout.key(), sequence,
+                               packed_row(work, min(row, work.rows - 1)));
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n) {
+        const int* const column = columns_ + n * 8 + 2 * t;
+        dropout.drop(s[n][2 * half], s[n][2 * half + 1], column[0], column[1]);
+      }
     }
   }
 

@@ -10,6 +10,7 @@
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
 #include "kernels/cuda/common/bias.cuh"
+#include "kernels/cuda/common/dropout.cuh"
 #include "kernels/cuda/common/fold_stack.cuh"
 #include "kernels/cuda/common/next_work_tile.cuh"
 #include "kernels/cuda/common/store_state.cuh"

@@ -715,7 +715,7 @@ Family dropout(const Sweep& sweep) {
     if (chance(2))
       for (int b = 0; b < batch; ++b) p.dropout_sequences.push_back(below(random, 1 << 30));
     p.options.dtypes.bf16_products = dtype == bf16 && chance(2);
-    p.options.gradients = !chance(3) && !sweep.gpu;  // which have none with dropout
+    p.options.gradients = !chance(3);
     if (p.goes_back()) {
       p.dout = generated(seed, kOfDout, dtype, p.tokens(), p.q.heads, p.value_dim());
       if (chance(2)) p.dlse = generated(seed, kOfDlse, fp32, p.tokens(), p.q.heads, 1);

@@ -141,9 +141,6 @@ Checked check_gradients(const GradientArgs& args, const Options& options,
   require(!in_keys || !args.dv,
           "dv is given, but v is the first columns of k, whose gradient dk holds that of v too: "
           "leave dv out");
-  if (in_keys && device != Device::host)
-    throw Unsupported(
-        "gradients of values that are the first columns of the keys, on a GPU, are not supported");
   if (args.dv || (has_keys && !in_keys)) check_key_gradient(args.dv, "dv", run.v, "v", device);
 
   for (const TermGradient& term : {TermGradient{args.dsinks, "dsinks", run.sinks, "sinks"},

@@ -69,6 +69,16 @@ std::vector<GradientCase> features(const GradientCase& of) {
     c.alibi = Alibi::query;
     c.mask.causal = true;
   });
+  with([](GradientCase& c) { c.dropout = 0.3; });
+  with([](GradientCase& c) {
+    c.dropout = 0.6;
+    c.mask = {.causal = true, .alignment = Alignment::upper_left};
+    c.softcap = 2;
+    c.heads = 4;
+    c.kv_heads = 2;
+    c.query_len = {60, 40};
+    c.kv_len = {50, 130};
+  });
   with([](GradientCase& c) {
     c.alibi = Alibi::sqrt;
     c.slopes_of_sequences = true;
@@ -80,6 +90,7 @@ std::vector<GradientCase> features(const GradientCase& of) {
        {Layout::contiguous, Layout::zigzag, Layout::striped, Layout::interleaved, Layout::listed})
     with([&](GradientCase& c) {
       c.mask = {.causal = true, .window = 90};
+      c.dropout = layout == Layout::contiguous ? 0 : 0.2;
       c.query_len = {90};
       c.kv_len = {300};
       c.keys = {layout, 32};
@@ -131,6 +142,7 @@ TEST_F(GpuGradients, OfQqBias) {
     c.softcap = 2;
     c.alibi = Alibi::context;
     expect_exact(c);
+    c.dropout = 0.4;
     c.heads = 4;
     c.kv_heads = 2;
     c.query_len = {30, 0, 70, 5};

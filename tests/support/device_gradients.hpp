@@ -36,6 +36,7 @@ struct GradientCase {
   float softcap = 0;
   std::optional<Alibi> alibi = {};
   bool slopes_of_sequences = false;
+  double dropout = 0;
   bool qq = false;                              // a third of the entries off the diagonal are -inf
   std::vector<std::uint8_t> causal = {};        // per sequence
   std::vector<std::int64_t> documents = {};     // [batch, count + 1]
@@ -122,9 +123,11 @@ class DeviceGradients {
       if (std::isinf(score)) return;
       const Real p = std::exp(score - static_cast<Real>(lse_[row]));
       Real of_value = 0;
+      const auto kept = static_cast<Real>(kept_of(b, h, t, j));
       of_score = of_weight = 0;
       for (int d = 0; d < c.values(); ++d) {
-        const Real product = Real{dout[row * c.values() + d]} * Real{v[key * c.values() + d]};
+        const Real product =
+            kept * Real{dout[row * c.values() + d]} * Real{v[key * c.values() + d]};
         of_value += product;
         of_weight += 2 * double{product} * double{product};
       }
@@ -140,7 +143,7 @@ class DeviceGradients {
         add(dk[key * c.dim + d], dx * of_q, 1, p * turn * of_q);
       }
       for (int d = 0; d < c.values(); ++d)
-        add(dv[key * c.values() + d], p * Real{dout[row * c.values() + d]}, 2);
+        add(dv[key * c.values() + d], p * kept * Real{dout[row * c.values() + d]}, 2);
       const std::int64_t column = j - context(b);
       if (c.alibi) {
         const std::int64_t at = (c.slopes_of_sequences ? b * c.heads : 0) + h;
@@ -300,6 +303,25 @@ class DeviceGradients {
     return score;
   }
 
+  kernels::Dropout dropout() const {
+    kernels::Dropout of;
+    of.on = c.dropout > 0;
+    of.threshold = kernels::dropout_threshold(c.dropout);
+    of.wide_scale = 1 / (1 - c.dropout);
+    of.scale = static_cast<float>(of.wide_scale);
+    of.own_seed = 12345;
+    of.own_offset = 678;
+    of.first_head = 3;
+    return of;
+  }
+  /// The factor of dropout, which is 1 without.
+  double kept_of(int b, int h, std::int64_t t, std::int64_t j) const {
+    const kernels::Dropout of = dropout();
+    if (!of) return 1;
+    const std::uint32_t word = of.row(of.key(), b, h, context(b) + t).one(j);
+    return of.keeps(word) ? double{of.scale} : 0;
+  }
+
   void draw_biases() {
     std::normal_distribution<float> normal;
     std::uniform_real_distribution<float> slope(0.001f, 0.01f);
@@ -323,7 +345,7 @@ class DeviceGradients {
       double of_value = 0;
       for (int d = 0; d < c.values(); ++d)
         of_value += double{dout[row * c.values() + d]} * v[key * c.values() + d];
-      of_out[row] += weight * of_value;
+      of_out[row] += weight * kept_of(b, h, t, j) * of_value;
     });
     for (std::int64_t row = 0; row < rows; ++row) {
       lse_.push_back(std::log(sum[row]));
@@ -439,6 +461,7 @@ class DeviceGradients {
     p.value_dim = c.values();
     p.mask = c.mask;
     p.score = {scale(), c.softcap};
+    p.dropout = dropout();
     p.invariant = c.invariant;
     p.tf32 = c.tf32;
     p.max_kv_len = *std::max_element(c.kv_len.begin(), c.kv_len.end());

@@ -209,6 +209,9 @@ class CudaBackend final : public Backend {
   void clear_sums(float* sums, std::int64_t count, Stream stream) const override {
     cuda::clear_sums(sums, count, stream_of(stream));
   }
+  void add_to_first_columns(const AddColumnsParams& p, Stream stream) const override {
+    cuda::add_to_first_columns(p, stream_of(stream));
+  }
   using GradientKernels::add_sums;  // of fp64, which are refused
   void add_sums(float* to, const float* from, std::int64_t count, Stream stream) const override {
     cuda::add_sums(to, from, count, stream_of(stream));

@@ -151,8 +151,11 @@ class QqTile {
         const int row = fp32_y() + 16 * i, key = fp32_x() + 16 * j;
         const float bias =
             bias_of(p_, sequence.index, rows.index[row], rows.head[row], keys.column[key]);
+        const float kept = rule_.drops ? kept_of(p_, rule_, sequence, rows.index[row],
+                                                 rows.head[row], keys.column[key])
+                                       : 1.0f;
         sums_[i][j] +=
-            weigh(rule_, s[i][j], g[i][j], bias, rows.view[row].contains(keys.place[key]),
+            weigh(rule_, s[i][j], g[i][j], bias, kept, rows.view[row].contains(keys.place[key]),
                   rows.lse[row], rows.lse_low[row], rows.d[row], [](float e) { return exp2f(e); })
                 .ds;
       }

@@ -168,8 +168,11 @@ class Fp32Gradients : GradientOperands<GradientWork<kOfRows, 64, 64>, kOfRows> {
         const float bias = rule_.biased ? bias_of(p_, work_.sequence.index, rows.index[row],
                                                   rows.head[row], keys.column[key])
                                         : 0.0f;
+        const float kept = rule_.drops ? kept_of(p_, rule_, work_.sequence, rows.index[row],
+                                                 rows.head[row], keys.column[key])
+                                       : 1.0f;
         const Weighed found =
-            weigh(rule_, s[i][j], g[i][j], bias, seen, rows.lse[row], rows.lse_low[row],
+            weigh(rule_, s[i][j], g[i][j], bias, kept, seen, rows.lse[row], rows.lse_low[row],
                   rows.d[row], [](float e) { return exp2f(e); });
         weights_[own * kWeightStride + other] = of_values ? found.p : found.dx;
         if (this->wants_slopes())

@@ -69,7 +69,7 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
     if (!rule_.plain()) return weigh_by(rule_, s, g, tile, slot, of_values, full);
     ScoreRule plain = rule_;  // whose branches the compiler leaves out
     plain.to_cap = 0.0f;
-    plain.biased = false;
+    plain.biased = plain.drops = false;
     if (full) return weigh_by(plain, s, g, tile, slot, of_values, std::true_type{});
     return weigh_by(plain, s, g, tile, slot, of_values, std::false_type{});
   }
@@ -93,7 +93,10 @@ class MmaGradients : protected GradientOperands<GradientWork<kOfRows, 64, kStrea
       const float bias = rule.biased ? bias_of(p_, work_.sequence.index, rows.index[row],
                                                rows.head[row], keys.column[key])
                                      : 0.0f;
-      const Weighed found = weigh(rule, score, of_value, bias, seen, rows.lse[row],
+      const float kept = rule.drops ? kept_of(p_, rule, work_.sequence, rows.index[row],
+                                              rows.head[row], keys.column[key])
+                                    : 1.0f;
+      const Weighed found = weigh(rule, score, of_value, bias, kept, seen, rows.lse[row],
                                   rows.lse_low[row], rows.d[row], arch::exp2_fast);
       if constexpr (!std::is_same_v<Full, std::true_type>) {
         // A row that is not finite has such a D, and what is multiplied by it

@@ -27,6 +27,17 @@ __global__ __launch_bounds__(kThreads) void add_sums_kernel(float4* to, const fl
   to[i] = sum;
 }
 
+/// A thread takes a column of a row of a kv head.
+__global__ __launch_bounds__(kThreads) void add_columns_kernel(
+    const __grid_constant__ AddColumnsParams p) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t row = i / p.from.dim;
+  if (row >= p.from.rows * p.kv_heads) return;
+  const int kv_head = static_cast<int>(row / p.from.rows);
+  const std::int64_t at = row % p.from.rows, column = i % p.from.dim;
+  p.to.at(kv_head, at)[column] += p.from.at(kv_head, at)[column];
+}
+
 /// Turns back `heads` rows at one position. A thread takes the same pairs of several heads, so that
 /// it makes their rotations once.
 template <class RowOf>
@@ -99,6 +110,13 @@ void add_sums(float* to, const float* from, std::int64_t count, cudaStream_t str
   launch_kernel(add_sums_kernel,
                 {static_cast<unsigned>((vectors + kThreads - 1) / kThreads), kThreads, stream},
                 reinterpret_cast<float4*>(to), reinterpret_cast<const float4*>(from), vectors);
+}
+
+void add_to_first_columns(const AddColumnsParams& p, cudaStream_t stream) {
+  const std::int64_t count = p.from.rows * p.kv_heads * p.from.dim;
+  if (count == 0) return;
+  launch_kernel(add_columns_kernel,
+                {static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, stream}, p);
 }
 
 void turn_back_sums(const TurnBackParams& p, cudaStream_t stream) {

@@ -15,6 +15,7 @@ void widen_gradients(const WidenGradientsParams& params, cudaStream_t stream);
 void clear_sums(float* sums, std::int64_t count, cudaStream_t stream);
 /// `count` is a multiple of 16, and both are aligned to 16 bytes.
 void add_sums(float* to, const float* from, std::int64_t count, cudaStream_t stream);
+void add_to_first_columns(const AddColumnsParams& params, cudaStream_t stream);
 void turn_back_sums(const TurnBackParams& params, cudaStream_t stream);
 void turn_back_keys(const TurnBackKeysParams& params, cudaStream_t stream);
 void store_gradients(const StoreGradientParams& params, cudaStream_t stream);

@@ -29,7 +29,7 @@ struct RowSlots {
   std::int64_t second_at[kCount];  // its dout
   Interval view[kCount];           // the local keys, or positions, that it sees
   float lse[kCount], lse_low[kCount], d[kCount];
-  int index[kCount], head[kCount];  // for biases, as in QueryRow
+  int index[kCount], head[kCount];  // for biases and dropout, as in QueryRow
 
   /// The i-th of the packed rows [first, first + count), or the last one without any weight.
   __device__ void find(int i, const GradientParams& p, const Divisor& by_group,
@@ -50,7 +50,7 @@ struct RowSlots {
     lse[i] = term.lse;
     lse_low[i] = term.lse_low;
     d[i] = term.d;
-    index[i] = p.bias ? static_cast<int>(p.query_index(sequence.index, at.token)) : 0;
+    index[i] = p.bias || p.dropout ? static_cast<int>(p.query_index(sequence.index, at.token)) : 0;
     head[i] = at.head;
   }
 };
@@ -61,7 +61,7 @@ struct KeySlots {
   std::int64_t first_at[kCount];   // its key; kNoRow: zeros
   std::int64_t second_at[kCount];  // its value
   std::int64_t place[kCount];      // what views contain: its local index, or its position; -1: none
-  int column[kCount];              // for biases, as in key_column
+  int column[kCount];              // for biases and dropout, as in key_column
 
   /// The i-th of the keys [first, first + count). `view`: of the rows that it meets; other keys are
   /// not read.
@@ -76,7 +76,7 @@ struct KeySlots {
     if (view.table != nullptr && is_read) is_read = view.positions.contains(place[i]);
     first_at[i] = is_read ? p.k.offset(sequence.first_key + key, kv_head) : kNoRow;
     second_at[i] = is_read ? p.v.offset(sequence.first_key + key, kv_head) : kNoRow;
-    column[i] = is_read && p.bias ? key_column(p, sequence, view, key) : 0;
+    column[i] = is_read && (p.bias || p.dropout) ? key_column(p, sequence, view, key) : 0;
   }
 };
 

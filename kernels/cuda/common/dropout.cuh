@@ -22,21 +22,18 @@ class RowDropout {
 
   /// Drops, or scales, the weight of the key of a column (key_column).
   __device__ void drop(float& weight, int column) const {
-    weight = kept(weight, row_.one(context_len_ + column));
+    weight =
+        dropout_.keeps(row_.one(context_len_ + column)) ? __fmul_rn(weight, dropout_.scale) : 0.0f;
   }
-  /// The same for two keys, which mostly share their words.
-  __device__ void drop(float& first, float& second, int first_column, int second_column) const {
+  /// Whether it drops two keys, which mostly share their words: bits 0 and 1.
+  __device__ std::uint32_t drops(int first_column, int second_column) const {
     const std::int64_t a = context_len_ + first_column, b = context_len_ + second_column;
     const PhiloxWords words = row_.four(a / 4);
-    first = kept(first, words.of(a));
-    second = kept(second, b / 4 == a / 4 ? words.of(b) : row_.one(b));
+    const std::uint32_t second = b / 4 == a / 4 ? words.of(b) : row_.one(b);
+    return (dropout_.keeps(words.of(a)) ? 0u : 1u) | (dropout_.keeps(second) ? 0u : 2u);
   }
 
  private:
-  __device__ float kept(float weight, std::uint32_t word) const {
-    return dropout_.keeps(word) ? __fmul_rn(weight, dropout_.scale) : 0.0f;
-  }
-
   const Dropout& dropout_;
   const std::int64_t context_len_;
   const DropoutRow row_;

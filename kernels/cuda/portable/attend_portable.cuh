@@ -252,26 +252,47 @@ __device__ inline void absorb_scores(float (&s)[Traits::kRowTiles][Traits::kKeyT
   }
 }
 
-/// Drops weights P. `columns` are the columns of the tile's keys.
+/// Which weights of a thread dropout drops, a bit for each: those of `row tile` and `half` are in
+/// one word. They are found before the scores are made, which need the registers.
 template <class Traits>
-__device__ inline void drop_weights(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4],
-                                    const AttendParams& p, const Sequence& sequence,
-                                    const TileCoord& work, const int* columns) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const PhiloxKey key = p.dropout.key();
+struct DroppedWeights {
+  static_assert(2 * Traits::kKeyTiles <= 32);
+  std::uint32_t bits[Traits::kRowTiles][2];
+
+  /// `columns` are the columns of the tile's keys.
+  __device__ void find(const AttendParams& p, const Sequence& sequence, const TileCoord& work,
+                       const int* columns) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const PhiloxKey key = p.dropout.key();
 #pragma unroll
-  for (int m = 0; m < Traits::kRowTiles; ++m)
+    for (int m = 0; m < Traits::kRowTiles; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
-      const RowDropout dropout(p, key, sequence, packed_row(work, min(row, work.rows - 1)));
-#pragma unroll
-      for (int n = 0; n < Traits::kKeyTiles; ++n) {
-        const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);
-        dropout.drop(s[m][n][half * 2], s[m][n][half * 2 + 1], column.x, column.y);
+      for (int half = 0; half < 2; ++half) {
+        const int row = (warp * Traits::kRowTiles + m) * 16 + half * 8 + lane / 4;
+        const RowDropout dropout(p, key, sequence, packed_row(work, min(row, work.rows - 1)));
+        std::uint32_t found = 0;
+#pragma unroll 1
+        for (int n = 0; n < Traits::kKeyTiles; ++n) {
+          const int2 column = *reinterpret_cast<const int2*>(columns + n * 8 + lane % 4 * 2);
+          found |= dropout.drops(column.x, column.y) << 2 * n;
+        }
+        bits[m][half] = found;
       }
-    }
-}
+  }
+
+  /// Makes P of s.
+  __device__ void drop(float (&s)[Traits::kRowTiles][Traits::kKeyTiles][4], float scale) const {
+#pragma unroll
+    for (int m = 0; m < Traits::kRowTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < Traits::kKeyTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool dropped = (bits[m][i / 2] >> (2 * n + i % 2) & 1) != 0;
+          s[m][n][i] = dropped ? 0.0f : __fmul_rn(s[m][n][i], scale);
+        }
+  }
+};
 
 /// O += P V of the warp's rows; P is rounded to 16 bits.
 template <class Traits>
@@ -468,6 +489,10 @@ class PortableBlock {
     }
     arch::commit_copies();
 
+    [[maybe_unused]] DroppedWeights<Traits> dropped;
+    if constexpr (kGeneral) {
+      if (p_.dropout) dropped.find(p_, tile_.sequence, tile_.work, columns_ + parity * kKeys);
+    }
     Scores s;
     multiply_keys<Traits>(s, queries_, keys);
     if constexpr (!kTwoStages) {
@@ -481,8 +506,7 @@ class PortableBlock {
       mask_scores<Traits>(s, rows_, tile_.view, key_tile.first);
     absorb_scores<Traits>(s, state, scale);
     if constexpr (kGeneral) {
-      if (p_.dropout)
-        drop_weights<Traits>(s, p_, tile_.sequence, tile_.work, columns_ + parity * kKeys);
+      if (p_.dropout) dropped.drop(s, p_.dropout.scale);
     }
     multiply_values<Traits>(state, s, keys + Traits::kTileBytes);
   }

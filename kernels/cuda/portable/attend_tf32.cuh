@@ -141,7 +141,12 @@ class Tf32Products {
 #pragma unroll
       for (int n = 0; n < Traits::kKeyTiles; ++n) {
         const int* const column = columns_ + n * 8 + 2 * t;
-        dropout.drop(s[n][2 * half], s[n][2 * half + 1], column[0], column[1]);
+        const std::uint32_t dropped = dropout.drops(column[0], column[1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          float& x = s[n][2 * half + j];
+          x = (dropped >> j & 1) != 0 ? 0.0f : __fmul_rn(x, p.dropout.scale);
+        }
       }
     }
   }

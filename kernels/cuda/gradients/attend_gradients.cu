@@ -18,7 +18,6 @@ std::size_t align(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kA
 
 /// A family of kernels of backward. The first one that accepts a call serves it.
 struct GradientFamily {
-  const char* name;
   bool (*accepts)(const GradientParams& p);
   GradientKernel (*kernel)(const GradientParams& p, bool rows_own);
 };
@@ -26,20 +25,18 @@ struct GradientFamily {
 int widest_dim(const GradientParams& p) { return std::max(p.head_dim, p.value_dim); }
 
 constexpr GradientFamily kFamilies[] = {
-    {"gradients_16bit",
-     [](const GradientParams& p) { return p.dtype != DType::fp32 && widest_dim(p) <= 256; },
+    {[](const GradientParams& p) { return p.dtype != DType::fp32 && widest_dim(p) <= 256; },
      [](const GradientParams& p, bool rows_own) {
        return p.dtype == DType::bf16 ? gradients_bf16(rows_own, widest_dim(p))
                                      : gradients_fp16(rows_own, widest_dim(p));
      }},
-    {"gradients_tf32",
-     [](const GradientParams& p) {
+    {[](const GradientParams& p) {
        return p.dtype == DType::fp32 && p.tf32 && widest_dim(p) <= 128;
      },
      [](const GradientParams& p, bool rows_own) {
        return gradients_tf32(rows_own, widest_dim(p));
      }},
-    {"gradients_fp32", [](const GradientParams&) { return true; },
+    {[](const GradientParams&) { return true; },
      [](const GradientParams& p, bool rows_own) {
        return gradients_fp32(rows_own, rows_own ? p.head_dim : widest_dim(p));
      }},
@@ -108,6 +105,8 @@ void check(const GradientParams& p) {
   check_features(p, Device::cuda);
   if (p.pages || is_fp8(p.q_dtype) || is_fp8(p.kv_dtype) || is_fp8(p.dout_dtype))
     throw Unsupported("gradients of pages or of fp8: they are of contiguous fp32, fp16 and bf16");
+  if (!p.k.dense() || !p.v.dense())
+    throw Unsupported("gradients of keys or values whose rows are not dense: copy them first");
   if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
     throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
                       ": the CUDA kernels take fp32, fp16 and bf16");

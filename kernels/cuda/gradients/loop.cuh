@@ -88,7 +88,7 @@ class GradientBlock {
   static constexpr bool kRowsOwn = Products::kRowsOwn;
   static constexpr int kOwn = Products::kOwn, kStream = Products::kStream;
   static constexpr int kThreads = Products::kThreads;
-  static_assert(kThreads >= 64 && kThreads >= kStream);
+  static_assert(kThreads >= 64);
 
  public:
   using Work = GradientWork<kRowsOwn, kOwn, kStream>;
@@ -221,11 +221,14 @@ class GradientBlock {
     for (int i = 0; i < 3; ++i) tile_at(i) = work_.walk.template next<kStream>();
   }
 
-  /// Finds the rows or keys of a tile.
+  /// Finds the rows or keys of a tile. All warps find as many, so that none waits for another.
   __device__ __forceinline__ void find_slots(int number) {
+    constexpr int kOfWarp = kStream / (kThreads / 32);
+    static_assert(kOfWarp <= 32 && kStream % (kThreads / 32) == 0);
     const StreamTile& tile = tile_at(number);
-    const int i = static_cast<int>(threadIdx.x);
-    if (tile.first < 0 || i >= kStream) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (tile.first < 0 || lane >= kOfWarp) return;
+    const int i = static_cast<int>(threadIdx.x) / 32 * kOfWarp + lane;
     auto& slots = work_.stream[number % Work::kSlots];
     if constexpr (kRowsOwn)
       slots.find(i, p_, work_.sequence, work_.kv_head, tile.first, tile.count, work_.view);

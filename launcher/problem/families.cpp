@@ -697,6 +697,7 @@ Family gradients(const Sweep& sweep) {
 /// without.
 Family dropout(const Sweep& sweep) {
   Family family;
+  const Device device = sweep.gpu ? Device::cuda : Device::host;
   Random random(sweep.seed + 18);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
   for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
@@ -739,10 +740,10 @@ Family dropout(const Sweep& sweep) {
     }
     if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
     p.options.invariant = chance(4);
-    std::vector<std::string> names = that_go_back(p, sweep.ranks);
+    std::vector<std::string> names = that_go_back(p, sweep.ranks, device);
     if (names.empty()) {  // a cut without an order
       p.options.invariant = false;
-      names = that_go_back(p, sweep.ranks);
+      names = that_go_back(p, sweep.ranks, device);
     }
     if (names.empty()) continue;
     p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];

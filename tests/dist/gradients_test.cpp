@@ -860,9 +860,10 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
       o.invariant = invariant;
       const auto [with, with_wanted] = bytes(true);
       const auto [without, without_wanted] = bytes(false);
-      constexpr double kScratch = 1 << 20;
+      // In the fixed order each block of a GPU has a stack.
+      const double scratch = invariant && world.device() == Device::cuda ? 64 << 20 : 1 << 20;
       EXPECT_NEAR(with - without, with_wanted - without_wanted,
-                  0.01 * (with_wanted - without_wanted) + kScratch);
+                  0.01 * (with_wanted - without_wanted) + scratch);
     }
   }
 }

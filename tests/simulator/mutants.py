@@ -1165,11 +1165,6 @@ MUTANTS = [
            "Rows and keys of the next head are written while others weigh those of the last one.",
            old="        __syncthreads();  // the last head's slots are read\n",
            new=""),
-    Mutant("gradients-entries-unwritten", "kernels/cuda/gradients/biases.cu", "gradients",
-           "Entries are multiplied before all of their rows and keys are found.",
-           old="        find_slots(sequence, head);\n"
-               "        __syncthreads();\n",
-           new="        find_slots(sequence, head);\n"),
     Mutant("gradients-entries-cleared", "kernels/cuda/gradients/biases.cu", "gradients",
            "A row of this rank is found before another thread says that the entry has none.",
            old="    __syncthreads();\n"

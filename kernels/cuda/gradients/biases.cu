@@ -71,8 +71,7 @@ class QqTile {
       for (int head = 0; head < p_.heads; ++head) {
         __syncthreads();  // the last head's slots are read
         find_slots(sequence, head);
-        __syncthreads();
-        add_head(sequence);
+        add_head(sequence);  // behind a barrier
       }
     }
 #pragma unroll

@@ -139,6 +139,10 @@ class ServingKernels {
 class GradientKernels {
  public:
   virtual ~GradientKernels() = default;
+  /// Loads the code of kernels that follow an exchange. CUDA may wait for the GPU's work when it
+  /// loads code, and an exchange that lacks a rank ends only when a thread ends it, which may wait
+  /// for the load.
+  virtual void load_gradients() const {}
   /// The most scratch that attend_gradients needs within these bounds.
   virtual std::size_t gradient_scratch(const GradientParams& bounds) const;
   /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the others do.

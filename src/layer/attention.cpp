@@ -105,6 +105,7 @@ struct Attention::Impl {
     }
     listed.emplace(comm::transport_of(world), options);
     if (options.dropout.p > 0) draw_seed();
+    if (options.gradients) kernels->load_gradients();
     allocate();
     strategy->open(runs->layer());
     exchange = strategy->exchange();

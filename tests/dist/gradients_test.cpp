@@ -872,7 +872,7 @@ TEST(Gradients, TakeTheMemoryThatIsForecast) {
 TEST(Gradients, ReceiveTheBytesThatAreForecast) {
   const Communicator world = test_world();
   const std::int64_t keys = 128 * world.size();
-  const int heads = is_slow() ? 4 * world.size() : 84;  // the same on each rank, if by heads
+  const int heads = is_slow() ? world.size() : 84;  // the same on each rank, if by heads
   for (const Form& form : all_forms(world.size())) {
     SCOPED_TRACE(form.name());
     const HostShape shape{.heads = heads,

@@ -326,6 +326,19 @@ TEST_F(GradientKernels, RowsAreStoredOnce) {
   }
 }
 
+/// A rank that has no rows finds out too.
+TEST_F(GradientKernels, RanksWithoutRowsCompareTheirRuns) {
+  Both digests(std::vector<std::uint64_t>{5, 5, 6});
+  const auto report = on(Device::cuda).shared_memory(sizeof(std::uint64_t));
+  kernels::StoreGradientParams p;
+  p.headers = {digests.on(Device::cuda), 1, 3, 9, reinterpret_cast<std::uint64_t*>(report.get())};
+  on(Device::cuda).store_gradients(p, {});
+  EXPECT_EQ(digests.found(Device::cuda)[2], 6u);  // and the kernel has ended
+  std::uint64_t reported = 0;
+  std::memcpy(&reported, report.get(), sizeof reported);
+  EXPECT_EQ(reported, kernels::RunHeaders::reported(9, 2));
+}
+
 void expect_near(const std::vector<float>& found, const std::vector<float>& wanted) {
   ASSERT_EQ(found.size(), wanted.size());
   for (std::size_t i = 0; i < found.size(); ++i)

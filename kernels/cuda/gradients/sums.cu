@@ -100,6 +100,19 @@ __global__ __launch_bounds__(kThreads) void store_gradients_kernel(
 
 }  // namespace
 
+void load_gradients() {
+  const auto load = [](auto* kernel) {
+    cudaFuncAttributes attributes{};
+    LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+  };
+  load(add_sums_kernel);
+  load(add_columns_kernel);
+  load(turn_back_sums_kernel);
+  load(turn_back_keys_kernel);
+  load(store_gradients_kernel<1>);
+  load(store_gradients_kernel<4>);
+}
+
 void clear_sums(float* sums, std::int64_t count, cudaStream_t stream) {
   LONGSPAN_CUDA(cudaMemsetAsync(sums, 0, static_cast<std::size_t>(count) * sizeof(float), stream));
 }
@@ -132,9 +145,11 @@ void turn_back_keys(const TurnBackKeysParams& p, cudaStream_t stream) {
 
 void store_gradients(const StoreGradientParams& p, cudaStream_t stream) {
   const std::int64_t rows = p.count * p.kv_heads;
-  if (rows == 0) return;
+  if (rows == 0 && p.headers.digests == nullptr) return;
   const dim3 block(kWarp, kThreads / kWarp);
-  const LaunchConfig how{static_cast<unsigned>((rows + block.y - 1) / block.y), block, stream};
+  // A rank without rows compares too.
+  const std::int64_t blocks = std::max<std::int64_t>(1, (rows + block.y - 1) / block.y);
+  const LaunchConfig how{static_cast<unsigned>(blocks), block, stream};
   const bool wide = p.sums.dim % 4 == 0 && is_aligned<4>(p.to, p.dtype);
   launch_kernel(wide ? store_gradients_kernel<4> : store_gradients_kernel<1>, how, p);
 }

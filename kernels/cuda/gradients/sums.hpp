@@ -9,6 +9,8 @@
 
 namespace longspan::kernels::cuda {
 
+/// Loads the code of what follows an exchange (GradientKernels::load_gradients).
+void load_gradients();
 void row_terms(const RowTermParams& params, cudaStream_t stream);
 void sink_gradients(const SinkGradientParams& params, cudaStream_t stream);
 void widen_gradients(const WidenGradientsParams& params, cudaStream_t stream);

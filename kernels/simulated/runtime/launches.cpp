@@ -109,9 +109,10 @@ extern "C" {
 
 /// Code compiled for CPUs has no registers or sizes to report.
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
-  return call("cudaFuncGetAttributes", [&](Lock&) {
+  return call("cudaFuncGetAttributes", [&](Lock& lock) {
     if (attributes == nullptr) return cudaErrorInvalidValue;
     if (kernel == nullptr) return cudaErrorInvalidDeviceFunction;
+    load(lock, kernel);
     *attributes = {};
     attributes->ptxVersion = attributes->binaryVersion = architecture();
     attributes->maxThreadsPerBlock = kMostThreads;

@@ -157,7 +157,7 @@ def attend(
 ) -> Any:
     """out = softmax(score(q k^T)) v, exactly, over the keys of all ranks.
 
-    On CPUs PyTorch's autograd differentiates it with respect to q, k, v, sinks and alibi_slopes; the
+    PyTorch's autograd differentiates it with respect to q, k, v, sinks and alibi_slopes; the
     backward is collective, as the call is. Names are flash-attention's where the meaning is the same. Arrays are of any kind (NumPy, also
     with the types of ml_dtypes; PyTorch; JAX; CuPy; any with __dlpack__). They are read in place,
     and results are of the kind of `q`. Small arrays, such as lengths, may be lists on CPUs. The

@@ -3,7 +3,7 @@
     from longspan.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 in place of `from flash_attn import ...`. Every function takes `comm` besides: with it the sequence is sharded over
-the ranks. Arrays are of any kind; on CPUs PyTorch's autograd differentiates the functions without a cache. An argument
+the ranks. Arrays are of any kind; PyTorch's autograd differentiates the functions without a cache. An argument
 that changes the result, and that longspan does not support, raises UnsupportedError with its name. `deterministic`
 and `num_splits` are accepted and not read: results always repeat their bits.
 """
@@ -30,7 +30,7 @@ def flash_attn_func(q: Array, k: Array, v: Array, dropout_p: float = 0.0, softma
     Args:
         q: [batch, tokens, heads, head_dim]; k, v: [batch, keys, kv_heads, head_dim]. With causal or a window the last row
             of q is at the last key (lower right).
-        dropout_p: drop weights with this probability, on CPUs, by a mask of positions (longspan.attend's dropout_p). Its
+        dropout_p: drop weights with this probability, by a mask of positions (longspan.attend's dropout_p). Its
             seed is drawn on the first rank; of tensors that require grad from torch's generator.
         softmax_scale, window_size, softcap: as in longspan.attend. alibi_slopes: [heads] or [batch, heads].
         return_attn_probs: return (out, softmax_lse, None), softmax_lse [batch, heads, tokens] float32; flash-attention's

@@ -4,7 +4,7 @@
 
 `group` is a process group of torch.distributed, or a mesh; None is the default group. Each rank gives its own tokens,
 dealt out as there: ring_ in rank order, zigzag_ring_ chunks r and 2 P - 1 - r of 2 P, stripe_ token by token. Any number
-of tokens works. On CPUs autograd differentiates them. Attention is exact: results do not depend on the ranks but in the
+of tokens works. Autograd differentiates them. Attention is exact: results do not depend on the ranks but in the
 last bit. `deterministic` is accepted and not read: results always repeat their bits.
 """
 

@@ -109,13 +109,13 @@ def test_dropout():
 
 def test_tensors_that_learn():
     torch = pytest.importorskip("torch")
-    qkv = torch.randn(2, 9, 3, 4, 16, dtype=torch.float64, requires_grad=True)
+    qkv = torch.randn(2, 9, 3, 4, 16, dtype=torch.float64, device="cpu", requires_grad=True)
     right = torch.nn.functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True).transpose(1, 2)
-    dout = torch.randn(2, 9, 4, 16, dtype=torch.float64)
+    dout = torch.randn(2, 9, 4, 16, dtype=torch.float64, device="cpu")
     wanted, = torch.autograd.grad(right, qkv, dout)
     found, = torch.autograd.grad(fa.flash_attn_qkvpacked_func(qkv, causal=True), qkv, dout)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    starts = torch.tensor([0, 9, 18])
+    starts = torch.tensor([0, 9, 18], device="cpu")
     q, k, v = (qkv[:, :, n].flatten(0, 1) for n in range(3))
     found, = torch.autograd.grad(fa.flash_attn_varlen_func(q, k, v, starts, starts, 9, 9, causal=True), qkv, dout.flatten(0, 1))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -12,14 +12,15 @@ from device import DEVICE
 from test_dropout import kept
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="only CPUs have gradients")
+WIDE, EXACT = (torch.float64, 1e-11) if DEVICE == "cpu" else (torch.float32, 2e-4)
+only_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="of fp64, or of the CPU's generator")
 
 
 def call(q, k, v, **options):
     return lt.scaled_dot_product_attention(q, k, v, **dict(dict(is_causal=True, dropout_p=0.3), **options))
 
 
-def rows(*shape, dtype=torch.float64):
+def rows(*shape, dtype=WIDE):
     return [torch.randn(*shape, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
@@ -27,25 +28,27 @@ def test_gradients_are_those_of_torch():
     q, k, v = rows(2, 2, 20, 16)
     seed = torch.tensor([5, 6])
     z = torch.stack([torch.stack([torch.from_numpy(kept(0.3, 5, 6, b, h, range(20), range(20))) for h in range(2)])
-                     for b in range(2)]).double() / 0.7
+                     for b in range(2)]).to(DEVICE, WIDE) / 0.7
     hidden = torch.ones(20, 20, dtype=torch.bool).triu(1)
     scores = (q @ k.transpose(-1, -2) / 4).masked_fill(hidden, -torch.inf)
     right, lse = (scores.softmax(-1) * z) @ v, scores.logsumexp(-1)
     out, found_lse = call(q, k, v, dropout_seed=seed, return_lse=True)
-    torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(found_lse, lse, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, right, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(found_lse, lse, rtol=EXACT, atol=EXACT)
     dout, dlse = torch.randn_like(right), torch.randn_like(lse)
     wanted = torch.autograd.grad((right * dout).sum() + (lse * dlse).sum(), (q, k, v))
     for one, other in zip(torch.autograd.grad((out * dout).sum() + (found_lse * dlse).sum(), (q, k, v)), wanted):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(one, other, rtol=EXACT, atol=EXACT)
 
 
+@only_cpu
 def test_finite_differences():
     q, k, v = rows(1, 2, 7, 8)
     seed = torch.tensor([1])
     assert torch.autograd.gradcheck(lambda *a: call(*a, dropout_seed=seed), (q, k, v))
 
 
+@only_cpu
 def test_seeds_are_of_torchs_generator():
     q, k, v = rows(1, 2, 30, 16, dtype=torch.float32)
     with torch.no_grad():
@@ -83,7 +86,7 @@ def test_compiled():
 
 def test_operators():
     q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
-    name = lt._groups.name_of(None, None, "cpu")
+    name = lt._groups.name_of(None, None, DEVICE)
     torch.library.opcheck(torch.ops.longspan.attend_train.default, (q, k, v, None, None, None, None, torch.tensor([5]), name),
                           dict(dropout_p=0.5))
     torch.library.opcheck(torch.ops.longspan.seed_of_rank_0.default, (torch.tensor([5, 6]), name))
@@ -128,6 +131,7 @@ def test_bad_input():
         call(q, k, v, dropout_seed=torch.tensor([1], device="meta"))
 
 
+@only_cpu
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout, batch", [("zigzag", 1), ("striped", 2), ("contiguous", 2), ("interleaved:7", 1)])
 def test_ranks(torch_ranks, ranks, layout, batch):

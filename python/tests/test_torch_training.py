@@ -15,12 +15,14 @@ import torch_jobs as jobs
 from device import DEVICE
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="only CPUs have gradients")
 OPS = torch.ops.longspan
+WIDE = torch.float64 if DEVICE == "cpu" else torch.float32  # the widest type of products
+EXACT = 1e-12 if DEVICE == "cpu" else 2e-4
+needs_fp64 = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs have no products of fp64")
 
 
 def wide(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+    return torch.randn(*shape, dtype=WIDE, requires_grad=True)
 
 
 def reference(q, k, v, *, is_causal=False, scale=None, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None,
@@ -71,9 +73,9 @@ def test_gradients_are_those_of_torch(name):
     out = lt.scaled_dot_product_attention(*inputs, enable_gqa=True, **options)
     right = reference(*inputs, **options)
     dout = torch.randn_like(right)
-    torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, right, rtol=EXACT, atol=EXACT)
     for found, wanted in zip(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(right, inputs, dout)):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("columns", [16, 10])
@@ -87,6 +89,7 @@ def test_keys_and_values_of_one_memory(columns):
         torch.testing.assert_close(found, wanted)
 
 
+@needs_fp64
 def test_finite_differences():
     """Of out and of lse; rows in the order of torch and of a transpose."""
     q, k, v = wide(1, 2, 5, 4), wide(1, 1, 6, 4), wide(1, 1, 6, 3)
@@ -128,17 +131,17 @@ def test_sinks_and_slopes_learn():
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_attend(batch):
     """longspan.attend of tensors that require grad, in its own layout."""
-    q, k, v = (torch.randn(*batch, 12, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(*batch, 12, heads, 16, dtype=WIDE, requires_grad=True) for heads in (4, 2, 2))
     slopes = [0.5, 0.25, 0.0, 1.0]
     out, lse = longspan.attend(q, k, v, causal=True, window_size=(5, -1), alibi_slopes=slopes, return_lse=True)
     assert lse.shape == (*batch, 12, 4) and lse.requires_grad
     whole = [(t if batch else t[None]).transpose(1, 2) for t in (q, k, v)]
     right = reference(*whole, is_causal=True, window_size=(5, -1), alibi_slopes=torch.tensor(slopes)).transpose(1, 2)
     right = right if batch else right[0]
-    torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, right, rtol=EXACT, atol=EXACT)
     dout = torch.randn_like(out)
     for found, wanted in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(right, (q, k, v), dout)):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
 
 def test_attend_refuses_what_has_no_gradient():
@@ -183,7 +186,7 @@ def test_compiled():
 def test_operators():
     """torch's own checks of the schema, the fakes and the rule."""
     q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
-    name = lt._groups.name_of(None, None, "cpu")
+    name = lt._groups.name_of(None, None, DEVICE)
     sinks = torch.randn(2, requires_grad=True)
     for terms in ((None,) * 5, (sinks, None, None, None, None)):
         torch.library.opcheck(OPS.attend_train.default, (q, k, v, *terms, name), dict(causal=True))
@@ -208,7 +211,7 @@ def test_checkpoint_accumulation_and_autocast():
         call(q, k, v).square().sum().backward()
     for t, wanted in zip((q, k, v), right):
         torch.testing.assert_close(t.grad, 2 * wanted)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         out = call(q, k, v)
     assert out.dtype == torch.bfloat16
     dq, = torch.autograd.grad(out.float().square().sum(), q)
@@ -288,7 +291,7 @@ def test_any_shape_and_stride(data):
     tokens, dim, value_dim = draw(st.integers(1, 40)), draw(st.integers(1, 24)), draw(st.integers(1, 24))
 
     def tensor(heads, columns):
-        made = torch.randn(batch, tokens, heads, columns, dtype=torch.float64)
+        made = torch.randn(batch, tokens, heads, columns, dtype=WIDE)
         made = made.transpose(1, 2) if draw(st.booleans()) else made.transpose(1, 2).contiguous()
         if draw(st.booleans()):
             made = torch.stack([made, made], -1)[..., 1]  # every second element
@@ -298,9 +301,9 @@ def test_any_shape_and_stride(data):
     causal = draw(st.booleans())
     out = lt.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
     right = reference(*inputs, is_causal=causal)
-    dout = torch.randn(1, 1, 1, 1, dtype=torch.float64).expand_as(right)
+    dout = torch.randn(1, 1, 1, 1, dtype=WIDE).expand_as(right)
     for found, wanted in zip(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(right, inputs, dout)):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
 
 
 def test_a_model_of_transformers():

@@ -148,6 +148,8 @@ def gradients_of_a_call(group, layout):
             return longspan.shard(t, lt._layouts.rule_of(layout), rank=rank, ranks=ranks, dim=2)
 
         for dtype, bound in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+            if dtype == torch.float64 and DEVICE != "cpu":
+                continue
             parts = [own(t.detach()).to(dtype).requires_grad_() for t in whole]
             found = lt.scaled_dot_product_attention(*parts, is_causal=causal, enable_gqa=True, group=group, keys=layout,
                                                     return_lse=return_lse)

@@ -6,8 +6,8 @@
         y = model(x)                # scaled_dot_product_attention inside runs over all ranks
 
 It works on CPUs and GPUs, under torchrun without MPI, eagerly and under
-torch.compile(fullgraph=True). On CPUs it trains too; on GPUs tensors that require grad are refused
-while grad is enabled. docs/reference/python.md and docs/guides/training.md in the repository have more.
+torch.compile(fullgraph=True), and it trains. docs/reference/python.md and docs/guides/training.md in the
+repository have more.
 
 The operators are torch.ops.longspan.attend, attend_lse, attend_out, attend_append and append.
 """

@@ -166,14 +166,13 @@ def scaled_dot_product_attention(
             draws them: rank 0 from torch's generator of that device, which costs a round of messages in each call. So
             torch.manual_seed, and its state in a checkpoint, repeat them, and torch.utils.checkpoint does.
 
-    On CPUs autograd differentiates it, with respect to query, key, value, sinks and alibi_slopes, also of
+    Autograd differentiates it, with respect to query, key, value, sinks and alibi_slopes, also of
     lse. The backward is collective, as the call is: all ranks make the same ones in the same order. A rank
     gets the gradients of its own tokens, summed over the rows of all ranks. With queries=None the loss is
     the same on all ranks.
 
     Raises:
-        UnsupportedError: attn_mask; on GPUs tensors that require grad; second derivatives, forward
-            mode, torch.func.grad, jvp ... (vmap works).
+        UnsupportedError: attn_mask; second derivatives, forward mode, torch.func.grad, jvp ... (vmap works).
         InputError: tensors that do not fit; lengths that do not fit the layout.
         UsageError: ranks differ in the options. RankError: a rank died or did not come.
 
@@ -317,9 +316,8 @@ def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, causal, softmax_sca
     refuse(contradiction(q, k, v, comm=known(name).comm, keys=keys, queries=queries, total_keys=total_keys,
                          total_queries=total_queries)[2])
     _check_dropout(dropout_p)
-    arrays = (t if t is None else torch.as_tensor(t) for t in (alibi_slopes, sinks, documents, cache_leftpad))
-    if dropout_seed is not None:
-        dropout_seed = torch.as_tensor(dropout_seed)
+    *arrays, dropout_seed = (t if t is None or isinstance(t, Tensor) else torch.as_tensor(t, device=q.device)
+                             for t in (alibi_slopes, sinks, documents, cache_leftpad, dropout_seed))
     return _run(q, k, v, -2, return_lse, name, keys, queries, causal, softmax_scale, window_size, softcap, *arrays, None,
                 total_keys, total_queries, False, invariant, strategy, causal_alignment, dropout_p, dropout_seed)
 
@@ -341,8 +339,7 @@ class ContextParallelAttention(torch.nn.Module):
     """Attention of a model whose tokens are sharded across ranks. Its only possible weights are sinks.
 
     Every rank gives the query rows, keys and values of its own tokens. The first layer of a group
-    is made collectively. On CPUs it trains, as scaled_dot_product_attention does, and its sinks learn; on
-    GPUs tensors that require grad are refused.
+    is made collectively. It trains, as scaled_dot_product_attention does, and its sinks learn.
 
     copy.deepcopy gives a layer of the same ranks. A layer of the default group can be pickled, and is
     unpickled as one of the default group there. A layer of another group, a mesh or a communicator cannot,

@@ -158,7 +158,7 @@ def _starts(documents: Tensor, batch: int, tokens: int) -> Tensor:
 def _first_of_each(starts: Tensor, tokens: int) -> Tensor:
     """[batch, tokens]: the first token of each token's document. Tokens outside all documents count from the last
     document's end, or from 0."""
-    at = torch.arange(tokens).expand(len(starts), tokens).contiguous()
+    at = torch.arange(tokens, device="cpu").expand(len(starts), tokens).contiguous()
     place = torch.searchsorted(starts.contiguous(), at, right=True) - 1
     return torch.where(place >= 0, starts.gather(1, place.clamp(min=0)), 0)
 
@@ -170,9 +170,10 @@ def _shifted(labels: Tensor, starts: Tensor | None, ignore_index: int) -> Tensor
     if starts is not None:
         tokens = labels.shape[1]
         first = _first_of_each(starts, tokens)
-        ends = torch.zeros(len(starts), tokens, dtype=torch.bool)
+        ends = torch.zeros(len(starts), tokens, dtype=torch.bool, device="cpu")
+        place = torch.arange(tokens, device="cpu")
         ends[:, :-1] = first[:, 1:] != first[:, :-1]
-        outside = (torch.arange(tokens) < starts[:, :1]) | (torch.arange(tokens) >= starts[:, -1:])
+        outside = (place < starts[:, :1]) | (place >= starts[:, -1:])
         shifted = shifted.masked_fill((ends | outside).to(labels.device), ignore_index)
     return shifted
 

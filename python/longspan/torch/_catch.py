@@ -13,7 +13,7 @@ from typing import Any, Iterator
 
 import torch
 from torch.nn.attention import flex_attention as _flex
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from longspan import UnsupportedError
 
@@ -56,9 +56,15 @@ def _why(name: str) -> str:
 
 
 def innermost() -> tuple[Ranks, dict] | None:
-    """The context that this thread is in: its ranks, and the options of attention in it."""
-    contexts = getattr(_inside, "contexts", None)
-    return contexts[-1] if contexts else None
+    """The context that this thread is in: its ranks, and the options of attention in it. torch takes the mode to the
+    threads of autograd too, in which a checkpoint computes again."""
+    if torch.compiler.is_compiling():
+        contexts = getattr(_inside, "contexts", None)
+        return contexts[-1] if contexts else None
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, _Mode):
+            return mode.ranks, mode.options
+    return None
 
 
 def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
@@ -71,11 +77,11 @@ def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
 class _Mode(TorchFunctionMode):
     def __init__(self, ranks: Ranks, options: dict):
         super().__init__()
-        self._ranks, self._options = ranks, options
+        self.ranks, self.options = ranks, options
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _SDPA:
-            return attend_on(self._ranks, self._options, *args, **(kwargs or {}))
+            return attend_on(self.ranks, self.options, *args, **(kwargs or {}))
         if func is _FLEX:
             return _refuse_flex(*args)
         if func in _LOCAL:
@@ -98,11 +104,11 @@ def caught(ranks: Ranks, options: dict) -> Iterator[None]:
 # ---- calls of the dispatcher ------------------------------------------------------------
 
 def _attend(*args, **kwargs):
-    context = innermost()
-    if context is None:  # this thread inherited the key from the thread that started it
+    contexts = getattr(_inside, "contexts", None)
+    if not contexts:  # this thread inherited the key from the thread that started it
         raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
                                "(torch.jit.fork) is not supported: call it in the thread that entered")
-    return attend_on(*context, *args, **kwargs)
+    return attend_on(*contexts[-1], *args, **kwargs)
 
 
 def _refusal(name: str):

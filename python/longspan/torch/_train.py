@@ -38,9 +38,6 @@ def wants_grad(*tensors: Tensor | None) -> bool:
 
 def attend_recorded(q: Tensor, k: Tensor, v: Tensor, comm: str, **options) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call that autograd records. `options` are those of the operator attend."""
-    if q.device.type != "cpu":
-        raise UnsupportedError(f"query lies on {q.device}, and the call is recorded for a backward: gradients are computed "
-                               "on CPUs only. Call it under torch.no_grad(), or give x.detach()")
     terms = [options.pop(name, None) for name in _OF_ARRAYS]
     for name, given in options.items():
         if name not in _WITH_GRADIENTS:
@@ -113,7 +110,7 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
     given |= dict(total_keys=of_keys.total)
     for name, one in (("key_table", of_keys), ("query_table", of_rows)):
         if one.table is not None:
-            given[name] = torch.tensor(one.table)
+            given[name] = torch.tensor(one.table, device=q.device)
     if queries:
         given["total_queries"] = of_rows.total
     most_rows = _most_rows(of_rows, world.size) if queries else of_rows.total
@@ -122,7 +119,7 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
         own = {name: t if q.dim() == 3 or (name == "documents" and t.dim() == 1) else t[b:b + 1]
                for name, t in of_sequences.items()}
         if dropout_p:
-            own["dropout_sequences"] = [b]
+            own["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
         gradients = [t if q.dim() == 3 else t[b] for t in (dq, dk, dv)]
         layer = _layer(world, *parts[1:4], of_keys.layout, of_rows.layout if queries else None, most_rows,
                        of_keys.total, options)

@@ -18,8 +18,8 @@ def varlen_attn(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_
 
     Args:
         query: [total_q, heads, dim]; key, value: [total_k, kv_heads, dim], or the pages of a block_table.
-        cu_seq_q, cu_seq_k: [batch + 1], where the sequences begin. If both are one tensor, the call is differentiated
-            on CPUs, and sharded by `comm`: see longspan.flash_attn.flash_attn_varlen_func.
+        cu_seq_q, cu_seq_k: [batch + 1], where the sequences begin. If both are one tensor, the call is differentiated,
+            and sharded by `comm`: see longspan.flash_attn.flash_attn_varlen_func.
         max_q, max_k: no sequence is longer.
         return_aux: torch's AuxRequest; with .lse return (out, lse), lse [heads, total_q] float32.
         scale: of the products; None is 1 / sqrt(dim).

@@ -25,7 +25,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Cases that are wrong on purpose, or have no schedules, are only for ctest.
 PROGRAMS = [f"tests/simulator/simulator_{name}_test"
-            for name in ("kernels", "exchange", "small_kernels", "gradient_kernels")]
+            for name in ("kernels", "exchange", "small_kernels", "backward")]
 CHUNK = 25  # schedules of a process
 LIMIT_S = 900  # of a process, which only a hang reaches
 

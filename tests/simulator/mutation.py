@@ -53,7 +53,7 @@ FAMILIES = {
     "exchange": (["exchange/exchange.cu", "exchange/exchange_parts.cu", "dispatch/backend.cu"],
                  EXCHANGE, "*"),
     "gradients": (["gradients/instances/bf16.cu", "gradients/instances/fp32.cu"],
-                  "simulator_gradient_kernels_test", "*32*:*bf16*"),
+                  "simulator_backward_test", "*32*:*bf16*"),
     "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),
 }
 # Where the file is more specific than the family.
@@ -62,7 +62,7 @@ FILES = {
     "attend_sm90_fixed_order.cuh": IN_ORDER,
     "attend_sm90_segments.cuh": IN_ORDER,
     "append.cu": (["cache/append.cu"], "gpu_append_test", "*"),
-    "biases.cu": (["gradients/biases.cu"], "simulator_gradient_kernels_test", "*biases*:*qq*"),
+    "biases.cu": (["gradients/biases.cu"], "simulator_backward_test", "*biases*:*qq*"),
     "check_arrays.cu": (["cache/check_arrays.cu"], SMALL, "CheckSlots*"),
     "copy_keys.cu": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),
     "copy_keys.hpp": (["cache/copy_keys.cu"], "gpu_copy_keys_test", "*"),

@@ -924,6 +924,7 @@ TEST(Gradients, OfValuesInKeys) {
   const Shard keys{Layout::contiguous, world.rank(), world.size()};
   for (const Form& form : all_forms(world.size())) {
     if (std::string(form.strategy).starts_with("heads") && shape.heads < world.size()) continue;
+    if (form.per_node > 2) continue;  // one size of nodes is as another here
     SCOPED_TRACE(form.name());
     const Shard rows = form.replicated ? kReplicated : keys;
     Options o = RankProblem::options(whole, keys, rows, form.strategy);

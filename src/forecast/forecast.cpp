@@ -154,11 +154,16 @@ RunCost cost_of(const StrategyEntry& entry, const Options& options, int ranks, c
 }
 
 /// Why a strategy cannot give the gradients that the options ask for; empty if it can.
-std::string refuse_gradients(const StrategyEntry& entry, const Options& options, int ranks) {
+std::string refuse_gradients(const StrategyEntry& entry, const Options& options, int ranks,
+                             Device device) {
   if (!options.gradients || ranks == 1) return "";
   if (!options.queries && entry.gradients == GradientsOf::sharded_queries)
     return "its gradients are of sharded queries (Options::queries); with rows on all ranks the "
            "gradients of keys would be counted once a rank";
+  if (device == Device::cuda && entry.sends_rows_back && options.queries &&
+      options.queries->layout == Layout::ranges)
+    return "its backward sends query rows, of which a GPU takes no ranges; ring-kv and gather-kv "
+           "take them";
   if (options.invariant && !entry.keeps_order(options, ranks))
     return "its gradients are not the same bits for every number of ranks (invariant)";
   return "";
@@ -181,7 +186,7 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     const StrategyEntry& entry = entry_of(info);
     Forecast& f = all.emplace_back();
     f.strategy = &info;
-    f.refusal = refuse_gradients(entry, options, ranks);
+    f.refusal = refuse_gradients(entry, options, ranks, device);
     if (f.refusal.empty()) f.refusal = refuse_fp64(entry, options);
     if (f.refusal.empty()) f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;

@@ -228,9 +228,11 @@ def _unpacked(mask_function: Any) -> Any:
     the documents."""
     parts = [cell.cell_contents for cell in mask_function.__closure__ or () if isinstance(cell.cell_contents, tuple)]
     names = [getattr(part, "__qualname__", "").partition(".")[0] for part in (parts[0] if len(parts) == 1 else ())]
-    if names != ["remap_positions_for_packed_sequence", "packed_sequence_mask_function"]:
+    if len(names) != 2 or names[1] != "packed_sequence_mask_function":
         return mask_function
     inner = parts[0][0]
+    if names[0] != "remap_positions_for_packed_sequence":  # transformers 4
+        return inner
     return inner.__closure__[inner.__code__.co_freevars.index("mask_function")].cell_contents
 
 

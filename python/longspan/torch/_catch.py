@@ -13,7 +13,7 @@ from typing import Any, Iterator
 
 import torch
 from torch.nn.attention import flex_attention as _flex
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from longspan import UnsupportedError
 
@@ -25,6 +25,7 @@ from ._ops import library
 # falls through for operators without a kernel here, which costs them nothing.
 _KEY = "DeferredInit"
 _inside = threading.local()  # .contexts: (ranks, options), the innermost last
+_open: list[list] = []  # the contexts of each thread that is in some
 
 # These compute attention themselves, and would see only this rank's tokens. scaled_dot_product_attention calls
 # the first six for its work; others call them where it was decomposed, as by torch.export and make_fx.
@@ -56,15 +57,17 @@ def _why(name: str) -> str:
 
 
 def innermost() -> tuple[Ranks, dict] | None:
-    """The context that this thread is in: its ranks, and the options of attention in it. torch takes the mode to the
-    threads of autograd too, in which a checkpoint computes again."""
-    if torch.compiler.is_compiling():
-        contexts = getattr(_inside, "contexts", None)
-        return contexts[-1] if contexts else None
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, _Mode):
-            return mode.ranks, mode.options
-    return None
+    """The context that this thread is in: its ranks, and the options of attention in it. In a thread of autograd, in
+    which a checkpoint computes again, that of the thread that called backward."""
+    contexts = getattr(_inside, "contexts", None)
+    if contexts:
+        return contexts[-1]
+    if torch.compiler.is_compiling() or not _open or torch._C._current_graph_task_id() < 0:
+        return None
+    if len(_open) > 1:
+        raise UnsupportedError("attention of a checkpoint is computed again in a thread of autograd, and several threads are "
+                               "inside context_parallel: which of them called backward is not known")
+    return _open[0][-1]
 
 
 def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
@@ -77,11 +80,11 @@ def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
 class _Mode(TorchFunctionMode):
     def __init__(self, ranks: Ranks, options: dict):
         super().__init__()
-        self.ranks, self.options = ranks, options
+        self._ranks, self._options = ranks, options
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in _SDPA:
-            return attend_on(self.ranks, self.options, *args, **(kwargs or {}))
+            return attend_on(self._ranks, self._options, *args, **(kwargs or {}))
         if func is _FLEX:
             return _refuse_flex(*args)
         if func in _LOCAL:
@@ -93,22 +96,26 @@ class _Mode(TorchFunctionMode):
 def caught(ranks: Ranks, options: dict) -> Iterator[None]:
     """Inside, this thread's attention runs as scaled_dot_product_attention of those ranks."""
     contexts = _inside.__dict__.setdefault("contexts", [])
+    if not contexts:
+        _open.append(contexts)
     contexts.append((ranks, options))
     try:
         with _Mode(ranks, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
             yield
     finally:
         contexts.pop()
+        if not contexts:
+            _open[:] = [one for one in _open if one is not contexts]
 
 
 # ---- calls of the dispatcher ------------------------------------------------------------
 
 def _attend(*args, **kwargs):
-    contexts = getattr(_inside, "contexts", None)
-    if not contexts:  # this thread inherited the key from the thread that started it
+    context = innermost()
+    if context is None:  # this thread inherited the key from the thread that started it
         raise UnsupportedError("scaled_dot_product_attention in a thread that torch started inside context_parallel "
                                "(torch.jit.fork) is not supported: call it in the thread that entered")
-    return attend_on(*contexts[-1], *args, **kwargs)
+    return attend_on(*context, *args, **kwargs)
 
 
 def _refusal(name: str):

@@ -157,6 +157,7 @@ StrategyEntry gather_states() {
           .keeps_order = [](const Options&, int) { return true; },
           .gradients = GradientsOf::all_queries,
           .takes_tables = true,
+          .sends_rows_back = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },
           .cost = cost,

@@ -279,6 +279,7 @@ StrategyEntry ring_q() {
           .keeps_order = [](const Options&, int) { return true; },
           .gradients = GradientsOf::sharded_queries,
           .takes_tables = false,
+          .sends_rows_back = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,
           .cost = cost,

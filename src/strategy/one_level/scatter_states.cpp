@@ -215,6 +215,7 @@ StrategyEntry scatter_states() {
           .keeps_order = [](const Options&, int) { return true; },
           .gradients = GradientsOf::all_queries,
           .takes_tables = true,
+          .sends_rows_back = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,
           .cost = cost,

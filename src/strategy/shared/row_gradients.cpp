@@ -100,12 +100,7 @@ RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows,
       starts_(starts),
       keys_(layer),
       memory_(layer, keys_),
-      ring_(layer, "rows") {
-  if (layer.comm.size() > 1 && is_on_gpu() && layer.options.queries->layout == Layout::ranges)
-    throw Unsupported(
-        "gradients of ranges of query rows on a GPU, by a strategy whose rows travel, are not "
-        "supported; take ring-kv or gather-kv");
-}
+      ring_(layer, "rows") {}
 
 double RowGradients::workspace_bytes(const Options& options, int ranks, const RunSize& size,
                                      Device device) {

@@ -38,9 +38,8 @@ class DeviceCopies {
     if (copy.memory.bytes() < bytes || copy.memory.data() == nullptr) {
       old_.push_back(std::move(copy.memory));  // others may still point there
       copy = {Buffer(device_, bytes + 16), bytes};
+      if (bytes > 0) copy.memory.upload(padded(t.data, bytes, copy.memory.bytes()).data());
     }
-    // A tensor may be the first columns of another one, whose last elements stay.
-    if (copy.bytes > 0) copy.memory.upload(padded(t.data, copy.bytes, copy.memory.bytes()).data());
     t.data = copy.memory.data();
     return t;
   }

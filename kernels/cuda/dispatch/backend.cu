@@ -197,7 +197,11 @@ class CudaBackend final : public Backend {
   void check_arrays(const CheckParams& p, Stream stream) const override {
     cuda::check_arrays(p, stream_of(stream));
   }
-  void load_gradients() const override { cuda::load_gradients(); }
+  void load_gradients() const override {
+    cuda::load_sums();
+    cuda::load_row_terms();
+    cuda::load_bias_gradients();
+  }
   void row_terms(const RowTermParams& p, Stream stream) const override {
     cuda::row_terms(p, stream_of(stream));
   }

@@ -5,6 +5,7 @@
 #include "kernels/cuda/common/access.hpp"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/gradients/gradients.hpp"
+#include "kernels/cuda/gradients/sums.hpp"
 #include "kernels/features.hpp"
 #include "longspan/error.hpp"
 #include "src/base/check.hpp"
@@ -163,6 +164,8 @@ std::size_t gradient_scratch(const GradientParams& bounds, const Gpu& gpu) {
       stack = std::max(stack, plan.stack_bytes());
     }
   }
+  for (const bool rows_own : {false, true})  // a layer asks when it is made
+    load_code(serving(bounds, gpu).kernel(bounds, rows_own).kernel);
   return slope_bytes(bounds) + align(stack);
 }
 

@@ -3,6 +3,7 @@
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/gradients/fp32.cuh"
 #include "kernels/cuda/gradients/gradients.hpp"
+#include "kernels/cuda/gradients/sums.hpp"
 
 namespace longspan::kernels::cuda {
 namespace {
@@ -173,6 +174,11 @@ __global__ __launch_bounds__(kFp32Threads) void add_qq_gradients_kernel(
 }
 
 }  // namespace
+
+void load_bias_gradients() {
+  load_code(add_slope_gradients_kernel);
+  load_code(add_qq_gradients_kernel);
+}
 
 void add_qq_gradients(const GradientParams& p, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>((p.bias.qq.width + kEntries - 1) / kEntries);

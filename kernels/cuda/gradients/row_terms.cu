@@ -119,6 +119,12 @@ unsigned blocks_for(std::int64_t rows, int of_block) {
 
 }  // namespace
 
+void load_row_terms() {
+  load_code(row_terms_kernel);
+  load_code(sink_gradients_kernel);
+  load_code(widen_gradients_kernel);
+}
+
 void row_terms(const RowTermParams& p, cudaStream_t stream) {
   if (p.tokens > 0)
     launch_kernel(row_terms_kernel, {blocks_for(p.tokens * p.heads, kThreads), kThreads, stream},

@@ -100,17 +100,13 @@ __global__ __launch_bounds__(kThreads) void store_gradients_kernel(
 
 }  // namespace
 
-void load_gradients() {
-  const auto load = [](auto* kernel) {
-    cudaFuncAttributes attributes{};
-    LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
-  };
-  load(add_sums_kernel);
-  load(add_columns_kernel);
-  load(turn_back_sums_kernel);
-  load(turn_back_keys_kernel);
-  load(store_gradients_kernel<1>);
-  load(store_gradients_kernel<4>);
+void load_sums() {
+  load_code(add_sums_kernel);
+  load_code(add_columns_kernel);
+  load_code(turn_back_sums_kernel);
+  load_code(turn_back_keys_kernel);
+  load_code(store_gradients_kernel<1>);
+  load_code(store_gradients_kernel<4>);
 }
 
 void clear_sums(float* sums, std::int64_t count, cudaStream_t stream) {

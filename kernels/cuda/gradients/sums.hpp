@@ -6,11 +6,21 @@
 #include <cstdint>
 
 #include "kernels/gradient_params.hpp"
+#include "src/base/check.hpp"
 
 namespace longspan::kernels::cuda {
 
-/// Loads the code of what follows an exchange (GradientKernels::load_gradients).
-void load_gradients();
+/// Loads the code of a kernel (GradientKernels::load_gradients says why).
+template <class... Parameters>
+void load_code(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes{};
+  LONGSPAN_CUDA(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+}
+/// That of the kernels of sums.cu, row_terms.cu and biases.cu.
+void load_sums();
+void load_row_terms();
+void load_bias_gradients();
+
 void row_terms(const RowTermParams& params, cudaStream_t stream);
 void sink_gradients(const SinkGradientParams& params, cudaStream_t stream);
 void widen_gradients(const WidenGradientsParams& params, cudaStream_t stream);

@@ -36,9 +36,13 @@ struct Errors {
   }
 };
 
-/// The type whose ulp bounds gradients: CPUs that make products of bf16 round the weights to it.
-DType type_of_bound(const Problem& p) {
-  return p.options.dtypes.bf16_products ? DType::bf16 : p.gradient_dtype();
+/// The type whose ulp bounds gradients: kernels that multiply 16 bits round the weights to it. tf32
+/// has as many bits as fp16.
+DType type_of_bound(const Communicator& world, const Problem& p) {
+  const DTypes& types = p.options.dtypes;
+  const bool on_gpu = world.device() == Device::cuda;
+  if (types.compute == DType::fp32) return on_gpu && types.tf32 ? DType::fp16 : p.gradient_dtype();
+  return on_gpu || types.bf16_products ? types.compute : p.gradient_dtype();
 }
 
 /// 1.5 times plain's error, and 2 units in the last place of the largest.
@@ -157,7 +161,7 @@ GradientErrors judge_rows(const Communicator& world, const Problem& problem, con
     mine.plain = std::max(mine.plain, theirs[0]);
     mine.largest = std::max(mine.largest, theirs[1]);
   }
-  const GradientErrors own = conclude("dq", mine, type_of_bound(problem));
+  const GradientErrors own = conclude("dq", mine, type_of_bound(world, problem));
   GradientErrors all{.name = own.name, .plain_error = mine.plain, .largest = mine.largest};
   for (const std::vector<double>& theirs : gather_numbers(
            world,
@@ -377,8 +381,8 @@ void judge_gradients(const Communicator& world, const Problem& problem, const An
                  2 * kUnit * most_terms);
     }
   }
-  judgement.gradients.push_back(conclude("dk", dk, type_of_bound(problem)));
-  judgement.gradients.push_back(conclude("dv", dv, type_of_bound(problem)));
+  judgement.gradients.push_back(conclude("dk", dk, type_of_bound(world, problem)));
+  judgement.gradients.push_back(conclude("dv", dv, type_of_bound(world, problem)));
   if (!judged.dsinks.empty())
     judgement.gradients.push_back(conclude("dsinks", dsinks, DType::fp32));
   for (const GradientErrors& of : judgement.gradients) judgement.wrong += of.wrong;

@@ -5,7 +5,7 @@
 //
 //     1.5 * the largest error of plain fp32, which starts from the run's out and lse and rounds
 //     each gradient once, on the elements that are compared, and 2 units in the last place of the
-//     largest
+//     largest, of the type to which the kernels round weights
 //
 //     what rounding in fp32 may do to this element (gradient_rounding.hpp)
 //

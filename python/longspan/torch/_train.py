@@ -113,6 +113,8 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documen
             given[name] = torch.tensor(one.table, device=q.device)
     if queries:
         given["total_queries"] = of_rows.total
+        if strategy == "auto" and of_rows.table is not None and q.device.type == "cuda":
+            options["strategy"] = "gather-kv"  # auto has none for rows by a table
     most_rows = _most_rows(of_rows, world.size) if queries else of_rows.total
     for b in range(batch):  # sequences of a batch take turns
         parts = [t if t is None or q.dim() == 3 else t[b].contiguous() for t in (dout, q, k, v, out, lse, dlse)]

@@ -712,3 +712,25 @@ def dropout_of_a_call(group, layout, batch):
         torch.testing.assert_close(one, own(of_all), rtol=2e-5, atol=2e-5)
     plain = lt.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True, group=group, keys=layout)
     assert found.numel() == 0 or (plain - found).abs().max() > 0.1
+
+
+def transformer_engine(group):
+    """Its module over chunks r and 2 P - 1 - r, by each way to communicate."""
+    from longspan.transformer_engine import DotProductAttention
+
+    whole = [t.transpose(1, 2).requires_grad_() for t in inputs(7, 2, 8, 4, 64, 64, 16)]  # [batch, tokens, heads, dim]
+    dout = randn(4, 2, 64, 8 * 16)
+    out = sdpa_before(*(t.transpose(1, 2) for t in whole), is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+    right = torch.autograd.grad(out, whole, dout)
+
+    def own(t):
+        return torch.cat([t.chunk(2 * group.size(), 1)[i] for i in (group.rank(), 2 * group.size() - 1 - group.rank())], 1)
+
+    attention = DotProductAttention(8, 16, 4, qkv_format="bshd")
+    for how in ("p2p", "all_gather", "a2a"):
+        attention.set_context_parallel_group(group, list(range(group.size())), None, how)
+        parts = [own(t.detach()).requires_grad_() for t in whole]
+        found = attention(*parts)
+        torch.testing.assert_close(found, own(out.detach()), rtol=2e-5, atol=2e-5)
+        for one, wanted in zip(torch.autograd.grad(found, parts, own(dout)), right):
+            torch.testing.assert_close(one, own(wanted), rtol=5e-5, atol=5e-5)

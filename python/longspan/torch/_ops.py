@@ -33,6 +33,7 @@ _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     str strategy='auto', str exchange='auto'"""
 
 _MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
+_OF_STATES = ("gather-states", "scatter-states", "ring-q")  # strategies by which no keys travel
 
 
 _SMALL = ("alibi_slopes", "sinks", "documents", "cache_leftpad", "seqused_q", "q_descale", "k_descale", "v_descale")
@@ -155,6 +156,8 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
             world.size, q, k, v, of_keys, of_rows))
     if gathers_keys:
         options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
+    elif options["strategy"] not in ("auto", *_OF_STATES):
+        options["max_seqlen_k"] = _rounded(of_keys.total)
     if not gathers_keys and (batch == 1 or of_rows.table is None):
         return longspan.attend(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
     # For a strategy or layout that supports one sequence at a time.

@@ -1053,7 +1053,7 @@ TEST(Gradients, RunAgainWithOtherLengths) {
     for (int turn = 0; turn < 3; ++turn) {
       if (turn > 0 && on_gpu) shape.query_len = {turn * r, 4 * r, r};
       shape.kv_len = {turn == 1 ? r : kMost - 20 * turn, 1 + 3 * turn, 4 * r + 7 * turn};
-      HostGradients whole(shape, seed + static_cast<std::uint32_t>(turn));
+      HostGradients whole(shape, seed + 7 * static_cast<std::uint32_t>(turn));
       whole.dk_before_rope = true;
       RankProblem rank(whole, keys, rows);
       rank.poison();

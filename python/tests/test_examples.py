@@ -32,7 +32,7 @@ def run(*command):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     # Launchers may print two ranks' lines as one.
-    return [line.strip() for line in re.split(r"(?=\brank \d+ of|(?<=right)rank)|\n", done.stdout) if line.strip()]
+    return [line.strip() for line in re.split(r"(?=rank \d+ of)|\n", done.stdout) if line.strip()]
 
 
 def launched(example, ranks):

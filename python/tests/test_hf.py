@@ -302,8 +302,25 @@ def with_dropout():
     model.config.attention_dropout = 0.5
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    with torch.no_grad():
-        model(IDS)
+    return model
+
+
+def generate_with_dropout():
+    model = with_dropout()
+    model.generate(IDS, past_key_values=hf.ShardedCache(model, 20), max_new_tokens=3, do_sample=False)
+
+
+def test_dropout():
+    """By torch's generator; none in evaluation."""
+    model = with_dropout()
+    torch.manual_seed(1)
+    logits = model(IDS).logits
+    logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    torch.manual_seed(1)
+    assert torch.equal(model(IDS).logits, logits)
+    assert not torch.equal(model(IDS).logits, logits)
+    assert torch.equal(model.eval()(IDS).logits, models.model("llama")(IDS).logits)
 
 
 def generate(**options):
@@ -322,8 +339,8 @@ def generate(**options):
     (lambda: generate(num_return_sequences=2, num_beams=2, past_key_values=prefilled()), NotImplementedError,
      "num_return_sequences"),
     (lambda: generate(cache_implementation="static"), NotImplementedError, "StaticCache"),
-    (lambda: with_dropout(), NotImplementedError, "dropout"),
-    (lambda: attend(dropout=0.1), NotImplementedError, "dropout"),
+    (lambda: generate_with_dropout(), NotImplementedError, "dropout over a ShardedCache"),
+    (lambda: attend(dropout=1.5), longspan.InputError, "dropout_p is 1.5"),
     (lambda: attend(position_bias=torch.zeros(1)), NotImplementedError, "position_bias"),
     (lambda: attend(cu_seq_lens_q=torch.zeros(1)), NotImplementedError, "cu_seq_lens_q"),
     (lambda: attend(output_attentions=True), NotImplementedError, "output_attentions"),

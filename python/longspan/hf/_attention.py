@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .. import InputError, UnsupportedError
+from ..torch._attention import _check_dropout
 from ..torch._catch import attend_on, innermost
 from ..torch._groups import alone_name
 from ..torch._ops import agreed_seed, attend as _attend
@@ -69,7 +70,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
     if share is None:
         name = alone_name(query.device.type)
         if dropout:
-            options |= dict(dropout_p=dropout, dropout_seed=agreed_seed(name, query.device))
+            _check_dropout(dropout)
+            options |= dict(dropout_p=float(dropout), dropout_seed=agreed_seed(name, query.device))
         if wants_grad(q, k, v, s_aux):
             return attend_recorded(q, k, v, name, **options)[0], None
         return _attend(q, k, v, name, **options), None

@@ -632,20 +632,54 @@ std::vector<std::string> that_go_back(const Problem& p, int ranks, Device device
   return {};
 }
 
+/// One sequence or three.
+Shape one_or_three(Random& random, DType dtype, int most) {
+  Shape shape = any_shape(random, dtype, most);
+  const int batch = below(random, 2) == 0 ? 1 : 3;
+  for (int b = 1; b < batch; ++b) {
+    shape.q_lens.push_back(below(random, 60));
+    shape.kv_lens.push_back(below(random, below(random, 2) == 0 ? 60 : 700));
+  }
+  return shape;
+}
+
+/// Draws how keys and query rows are dealt out to the ranks, and the ranks of a node.
+void deal_out(Problem& p, Random& random, int ranks) {
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  p.keys = rule(kRules[below(random, std::size(kRules))]);
+  p.queries = rule(kRules[below(random, std::size(kRules))]);
+  if (chance(3)) p.queries.reset();
+  if (p.kv_lens.size() == 1 && chance(4)) {
+    p.keys.layout = chance(2) ? Layout::ranges : Layout::listed;
+    p.keys.ranges = uneven(random, p.kv_lens[0], ranks);
+    p.keys.listed = dealt(random, p.kv_lens[0], ranks);
+  }
+  if (ranks >= 4 && ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
+}
+
+/// Gives problem `number` one of the strategies that have its gradients, in turn; false if none
+/// has.
+bool take_strategy(Problem& p, int number, const Sweep& sweep) {
+  const Device device = sweep.gpu ? Device::cuda : Device::host;
+  std::vector<std::string> names = that_go_back(p, sweep.ranks, device);
+  if (names.empty()) {  // a cut without an order
+    p.options.invariant = false;
+    names = that_go_back(p, sweep.ranks, device);
+  }
+  if (names.empty()) return false;
+  p.options.strategy = names[static_cast<std::size_t>(number) % names.size()];
+  return true;
+}
+
 /// Gradients with all options, by one strategy after the other.
 Family gradients(const Sweep& sweep) {
   Family family;
-  const Device device = sweep.gpu ? Device::cuda : Device::host;
   Random random(sweep.seed + 17);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
   for (int i = 0; i < sweep.pick(18, 60, 600); ++i) {
     const DType dtype = kDTypes[i % 3];
-    Shape shape = any_shape(random, dtype, sweep.pick(1500, 3000, 9000));
-    const int batch = chance(2) ? 1 : 3;
-    for (int b = 1; b < batch; ++b) {
-      shape.q_lens.push_back(below(random, 60));
-      shape.kv_lens.push_back(below(random, chance(2) ? 60 : 700));
-    }
+    Shape shape = one_or_three(random, dtype, sweep.pick(1500, 3000, 9000));
+    const auto batch = static_cast<int>(shape.kv_lens.size());
     Problem p = make(sweep, shape, 1700 + i);
     const std::uint64_t seed = sweep.seed * 1000003 + 1700 + i;
     p.options.gradients = true;
@@ -668,27 +702,12 @@ Family gradients(const Sweep& sweep) {
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
     if (chance(3)) p.capacity = 1 + *std::max_element(shape.kv_lens.begin(), shape.kv_lens.end());
     if (chance(6)) p.q = with_nan(p.q, [](std::int64_t row) { return row == 1; });
-    p.keys = rule(kRules[below(random, std::size(kRules))]);
-    p.queries = rule(kRules[below(random, std::size(kRules))]);
-    if (chance(3)) p.queries.reset();
-    if (batch == 1 && chance(4)) {
-      p.keys.layout = chance(2) ? Layout::ranges : Layout::listed;
-      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
-      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
-    }
-    if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
+    deal_out(p, random, sweep.ranks);
     if (chance(4) && shape.dim > 1)
       p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
                         .interleaved = below(random, 2) == 0};
     p.options.invariant = chance(3);
-    std::vector<std::string> names = that_go_back(p, sweep.ranks, device);
-    if (names.empty()) {  // a cut without an order
-      p.options.invariant = false;
-      names = that_go_back(p, sweep.ranks, device);
-    }
-    if (names.empty()) continue;
-    p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
-    family.problems.push_back(std::move(p));
+    if (take_strategy(p, i, sweep)) family.problems.push_back(std::move(p));
   }
   return family;
 }
@@ -697,17 +716,12 @@ Family gradients(const Sweep& sweep) {
 /// without.
 Family dropout(const Sweep& sweep) {
   Family family;
-  const Device device = sweep.gpu ? Device::cuda : Device::host;
   Random random(sweep.seed + 18);
   const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
   for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
     const DType dtype = kDTypes[i % 3];
-    Shape shape = any_shape(random, dtype, sweep.pick(1200, 3000, 9000));
-    const int batch = chance(2) ? 1 : 3;
-    for (int b = 1; b < batch; ++b) {
-      shape.q_lens.push_back(below(random, 60));
-      shape.kv_lens.push_back(below(random, chance(2) ? 60 : 700));
-    }
+    Shape shape = one_or_three(random, dtype, sweep.pick(1200, 3000, 9000));
+    const auto batch = static_cast<int>(shape.kv_lens.size());
     Problem p = make(sweep, shape, 1800 + i);
     const std::uint64_t seed = sweep.seed * 1000003 + 1800 + i;
     p.options.dropout = {.p = pick(random, {0.1, 0.5, 0.9}),
@@ -730,24 +744,9 @@ Family dropout(const Sweep& sweep) {
     if (chance(4)) take_slopes(p, Alibi::query);
     if (chance(4)) take_documents(p, seed);
     if (chance(4)) take_padding(p, seed);
-    p.keys = rule(kRules[below(random, std::size(kRules))]);
-    p.queries = rule(kRules[below(random, std::size(kRules))]);
-    if (chance(3)) p.queries.reset();
-    if (batch == 1 && chance(4)) {
-      p.keys.layout = chance(2) ? Layout::ranges : Layout::listed;
-      p.keys.ranges = uneven(random, shape.kv_lens[0], sweep.ranks);
-      p.keys.listed = dealt(random, shape.kv_lens[0], sweep.ranks);
-    }
-    if (sweep.ranks >= 4 && sweep.ranks % 2 == 0 && chance(2)) p.options.ranks_per_node = 2;
+    deal_out(p, random, sweep.ranks);
     p.options.invariant = chance(4);
-    std::vector<std::string> names = that_go_back(p, sweep.ranks, device);
-    if (names.empty()) {  // a cut without an order
-      p.options.invariant = false;
-      names = that_go_back(p, sweep.ranks, device);
-    }
-    if (names.empty()) continue;
-    p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
-    family.problems.push_back(std::move(p));
+    if (take_strategy(p, i, sweep)) family.problems.push_back(std::move(p));
   }
   return family;
 }

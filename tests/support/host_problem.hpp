@@ -60,6 +60,15 @@ struct HostShape {
   std::optional<DType> rope_table = {};  // tables of this type in place of base and scale
 };
 
+/// Of bf16, multiplied by the CPU's own products.
+inline HostShape bf16_shape(std::int32_t queries, std::int32_t keys, int dim = 64) {
+  HostShape shape{.heads = 4, .kv_heads = 2, .dim = dim, .dtype = bf16};
+  shape.query_len = {queries};
+  shape.kv_len = {keys};
+  shape.bf16_products = true;
+  return shape;
+}
+
 struct Result {
   std::vector<float> out;  // [tokens, heads, dim]
   std::vector<float> lse;  // [tokens, heads]

@@ -22,14 +22,6 @@ namespace {
 
 std::vector<Shard> one() { return {Shard::contiguous(0, 0, 1)}; }
 
-HostShape bf16_shape(std::int32_t queries, std::int32_t keys, int dim = 64) {
-  HostShape shape{.heads = 4, .kv_heads = 2, .dim = dim, .dtype = bf16};
-  shape.query_len = {queries};
-  shape.kv_len = {keys};
-  shape.bf16_products = true;
-  return shape;
-}
-
 HostGradients bf16_problem(const HostShape& shape, std::uint32_t seed = fresh_seed()) {
   return {shape, seed, true, bf16};
 }

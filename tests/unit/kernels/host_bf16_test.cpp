@@ -18,14 +18,6 @@
 namespace longspan::tests {
 namespace {
 
-HostShape bf16_shape(std::int32_t queries, std::int32_t keys, int dim = 64) {
-  HostShape shape{.heads = 4, .kv_heads = 2, .dim = dim, .dtype = bf16};
-  shape.query_len = {queries};
-  shape.kv_len = {keys};
-  shape.bf16_products = true;
-  return shape;
-}
-
 class HostBf16 : public ::testing::Test {
  protected:
   void SetUp() override {

@@ -161,7 +161,7 @@ void DenseCopies::take(Array& array, const char* name) {
     dense = library.attr("ascontiguousarray")(array.object());
   }
   made_.push_back(dense);
-  views_.emplace_back(dense, name);
+  views_.emplace_back(dense, name, Array::Wide());  // of a type that was checked
   array.tensor() = views_.back().tensor();
 }
 

@@ -38,6 +38,17 @@ def gradients_sharded(comm, q, k, v, dout, dlse, keys, queries, strategy, option
             *terms.values())
 
 
+def gradients_of_a_dout_apart(comm, q, k, v, dout, strategy):
+    """The gradients of a batch whose dout has heads before tokens in memory, and those of a dense dout."""
+    q, k, v, dout = (np.ascontiguousarray(longspan.shard(a, "zigzag", comm=comm, dim=1)) for a in (q, k, v, dout))
+    layer = longspan.Attention(comm, heads=4, head_dim=32, dtype="float32", causal=True, keys="zigzag", queries="zigzag",
+                               strategy=strategy, max_queries=128, max_batch=3, max_seqlen_k=64, gradients=True)
+    lengths = dict(total_keys=30, total_queries=30)
+    out, lse = layer(q, k, v, return_lse=True, **lengths)
+    apart = np.ascontiguousarray(dout.swapaxes(1, 2)).swapaxes(1, 2)
+    return [layer.backward(one, q, k, v, out, lse, **lengths) for one in (apart, dout)]
+
+
 def gradients_of_parts(comm, q, k, v, douts, strategy):
     """Every rank has all queries, and the gradient of its own part of the loss."""
     own_k, own_v = (np.ascontiguousarray(longspan.shard(a, "zigzag", comm=comm)) for a in (k, v))

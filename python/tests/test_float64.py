@@ -47,6 +47,13 @@ def test_attend(rng, options):
     assert_exact(lse, wanted_lse)
 
 
+def test_arrays_that_are_copied(rng):
+    """Every second column, and rows backwards."""
+    q, k, v = rng.standard_normal((3, 9, 2, 32))
+    out = longspan.attend(q[::-1, :, ::2], k[..., ::2], v[..., ::2])
+    assert_exact(out, attention(q[::-1, :, ::2], k[..., ::2], v[..., ::2])[0])
+
+
 def test_a_padded_batch_in_pages(rng):
     q = rng.standard_normal((2, 6, 4, 32))
     k, v = rng.standard_normal((2, 5, 16, 2, 32))

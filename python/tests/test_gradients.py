@@ -263,6 +263,14 @@ def test_gradients_of_ranks(ranks, rng, strategy, options):
             assert_gradients_close(own, wanted)
 
 
+@pytest.mark.parametrize("strategy", ["ring-kv", "ring-q", "heads", "gather-states"])
+def test_a_dout_whose_sequences_lie_apart(ranks, rng, strategy):
+    arrays = [numbers(rng, (3, 30, 4, 32)) for _ in range(4)]
+    for found in ranks.values(jobs.gradients_of_a_dout_apart, *arrays, strategy):
+        for own, dense in zip(*found):
+            assert np.array_equal(own, dense)
+
+
 @pytest.mark.parametrize("strategy", ["gather-states", "scatter-states"])
 def test_partial_dout(ranks, rng, strategy):
     q, k, v, _, _ = problem(rng)

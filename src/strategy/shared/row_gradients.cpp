@@ -181,18 +181,27 @@ RowGradients::Rows RowGradients::own_rows(const Pass& pass, const GradientArgs& 
     layer_.kernels.place_rows({own.q, packed_q_, nullptr, rows, rows_.row_bytes()}, run.stream);
     own.q = packed_q_;
   }
+  // The dimension of rows; before it is that of sequences that lie apart.
+  const int first = dout.dims - 3;
+  const std::int64_t step = dout.stride[first], head_step = dout.stride[first + 1];
   const bool dense =
-      dout.stride[1] == dim && dout.stride[0] == std::int64_t{layer_.bounds.heads} * dim;
+      first == 0 && head_step == dim && step == std::int64_t{layer_.bounds.heads} * dim;
   if (dense && !are_fewer) return own;
   const StorageFormat stored = storage_of(dout.dtype);
-  for (int head = 0; head < layer_.bounds.heads; ++head) {
-    const StridedCopy copy{own.dout + stored.bytes(head * dout.stride[1]),
-                           packed_dout_ + stored.bytes(std::int64_t{head} * dim),
-                           stored.bytes(dout.stride[0]),
-                           dout_bytes(dout.dtype),
-                           stored.row_bytes(dim),
-                           rows};
-    layer_.kernels.copy_rows({&copy, 1}, run.stream);
+  const std::int64_t sequences = first == 0 ? 1 : dout.shape[0],
+                     length = first == 0 ? rows : dout.shape[1];
+  for (std::int64_t b = 0; b < sequences; ++b) {
+    const std::byte* const from = own.dout + (first == 0 ? 0 : stored.bytes(b * dout.stride[0]));
+    std::byte* const to = packed_dout_ + b * length * dout_bytes(dout.dtype);
+    for (int head = 0; head < layer_.bounds.heads; ++head) {
+      const StridedCopy copy{from + stored.bytes(head * head_step),
+                             to + stored.bytes(std::int64_t{head} * dim),
+                             stored.bytes(step),
+                             dout_bytes(dout.dtype),
+                             stored.row_bytes(dim),
+                             std::clamp<std::int64_t>(rows - b * length, 0, length)};
+      layer_.kernels.copy_rows({&copy, 1}, run.stream);
+    }
   }
   own.dout = packed_dout_;
   return own;

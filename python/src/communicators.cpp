@@ -275,6 +275,10 @@ void bind_communicators(nb::module_& m) {
           "deadline",
           [](Comm& c) { return static_cast<double>(c.world().deadline().count()) / 1e3; },
           "Seconds that a rank waits for another at most.")
+      .def_prop_ro(
+          "received_bytes", [](Comm& c) { return c.world().received_bytes(); },
+          "Bytes of queries, keys, states and gradients that this rank has received since the\n"
+          "communicator was made. CPUs count them as they arrive, GPUs as transfers are queued.")
       .def(
           "describe", [](Comm& c) { return python_text(c.world().describe()); },
           "One line for people.")

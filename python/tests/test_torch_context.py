@@ -193,6 +193,58 @@ def test_threads():
     assert found["plain"] is None and "attn_mask" in found["own"]
 
 
+def test_threads_of_autograd():
+    """Deep in nested backwards autograd takes another thread, as it does on GPUs. There a context is that of the thread that
+    called backward, and no other thread's."""
+    import threading
+
+    found = {}
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, depth, name):
+            ctx.call = depth, name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            depth, name = ctx.call
+            if depth > 0:
+                with torch.enable_grad():
+                    backward(name, depth - 1)
+            else:
+                context = longspan.torch._catch.innermost()
+                try:
+                    torch.ops.aten._safe_softmax(torch.ones(2, 2), -1)
+                    refused = False
+                except longspan.UnsupportedError:
+                    refused = True
+                found[name] = threading.get_ident(), context and context[1]["keys"], refused
+            return dout, None, None
+
+    def backward(name, depth):
+        Nested.apply(torch.ones(1, requires_grad=True), depth, name).backward()
+
+    def in_thread(*args):
+        thread = threading.Thread(target=backward, args=args)
+        thread.start()
+        thread.join(60)
+
+    with context_parallel(None, layout="striped"):
+        backward("near", 2)
+        with context_parallel(None, layout="contiguous"):
+            backward("inner", 100)
+        backward("far", 100)
+        in_thread("other near", 2)
+        in_thread("other far", 100)
+    backward("outside", 100)
+    own = threading.get_ident()
+    assert found["near"] == (own, "striped", True)
+    assert found["inner"][0] != own and found["inner"][1:] == ("contiguous", True)
+    assert found["far"][0] != own and found["far"][1:] == ("striped", True)
+    assert all(found[name][1:] == (None, False) for name in ("other near", "other far", "outside"))
+
+
 @torch.no_grad()
 def test_a_compiled_function_meets_several_contexts():
     q, k = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 8, 16)

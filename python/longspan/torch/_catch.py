@@ -25,7 +25,7 @@ from ._ops import library
 # falls through for operators without a kernel here, which costs them nothing.
 _KEY = "DeferredInit"
 _inside = threading.local()  # .contexts: (ranks, options), the innermost last
-_open: list[list] = []  # the contexts of each thread that is in some
+_NAME = "longspan.context_parallel"  # of the innermost one, which torch takes along to threads that it starts
 
 # These compute attention themselves, and would see only this rank's tokens. scaled_dot_product_attention calls
 # the first six for its work; others call them where it was decomposed, as by torch.export and make_fx.
@@ -62,12 +62,13 @@ def innermost() -> tuple[Ranks, dict] | None:
     contexts = getattr(_inside, "contexts", None)
     if contexts:
         return contexts[-1]
-    if torch.compiler.is_compiling() or not _open or torch._C._current_graph_task_id() < 0:
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
         return None
-    if len(_open) > 1:
-        raise UnsupportedError("attention of a checkpoint is computed again in a thread of autograd, and several threads are "
-                               "inside context_parallel: which of them called backward is not known")
-    return _open[0][-1]
+    return _taken_along()
+
+
+def _taken_along() -> tuple[Ranks, dict] | None:
+    return torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else None
 
 
 def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
@@ -96,16 +97,15 @@ class _Mode(TorchFunctionMode):
 def caught(ranks: Ranks, options: dict) -> Iterator[None]:
     """Inside, this thread's attention runs as scaled_dot_product_attention of those ranks."""
     contexts = _inside.__dict__.setdefault("contexts", [])
-    if not contexts:
-        _open.append(contexts)
     contexts.append((ranks, options))
+    outer = _taken_along()
+    torch._C._stash_obj_in_tls(_NAME, (ranks, options))
     try:
         with _Mode(ranks, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
             yield
     finally:
+        torch._C._stash_obj_in_tls(_NAME, outer)
         contexts.pop()
-        if not contexts:
-            _open[:] = [one for one in _open if one is not contexts]
 
 
 # ---- calls of the dispatcher ------------------------------------------------------------

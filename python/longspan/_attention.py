@@ -312,6 +312,16 @@ def attend(
         dropout_first_head=dropout_first_head)
 
 
+def _given_nothing(function, **more) -> dict:
+    """What the extension module gets of a call without optional arguments, for callers that have checked theirs."""
+    made = function.__kwdefaults__ | dict(skip_decode=False, whole_keys=None, whole_queries=None, contradiction=None) | more
+    del made["seqused_k"]
+    return made
+
+
+ATTEND = _given_nothing(attend, rotary_dim=0, rope_theta=10000.0, rope_scale=1.0)
+
+
 class Attention:
     """A layer: options that are fixed once, for many runs.
 
@@ -502,13 +512,11 @@ class Attention:
             layer=self._layer, q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=dlse, dq=dq, dk=dk, dv=dv,
             dsinks=dsinks, dalibi_slopes=dalibi_slopes, dqq_bias=dqq_bias, dk_before_rope=dk_before_rope,
             accumulate=accumulate, total_keys=total_keys, total_queries=total_queries, cu_seqlens_q=cu_seqlens_q,
-            cache_seqlens=cache_seqlens, causal=causal, block_table=None, key_table=key_table,
-            query_table=query_table, k_new=None, v_new=None, q_descale=None, k_descale=None, v_descale=None,
-            out_scale=None, sinks=sinks, alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents,
-            cache_leftpad=cache_leftpad, seqused_q=seqused_q, cache_batch_idx=None, cu_seqlens_k_new=None,
-            skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys, whole_queries=whole_queries,
-            contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin, dropout_seed=dropout_seed,
-            dropout_sequences=dropout_sequences)
+            cache_seqlens=cache_seqlens, causal=causal, key_table=key_table, query_table=query_table, sinks=sinks,
+            alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad,
+            seqused_q=seqused_q, skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys,
+            whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, **_WITHOUT_GRADIENT)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
@@ -576,6 +584,11 @@ class Attention:
     def phases(self) -> Phases:
         """Where the time of the last run went, with profile=True."""
         return Phases(**self._layer.phases())
+
+
+_WITHOUT_GRADIENT = dict.fromkeys(("block_table", "k_new", "v_new", "q_descale", "k_descale", "v_descale", "out_scale",
+                                   "cache_batch_idx", "cu_seqlens_k_new"))
+BACKWARD = _given_nothing(Attention.backward, return_lse=False, **_WITHOUT_GRADIENT)
 
 
 def strategies() -> Sequence[str]:

@@ -1,5 +1,6 @@
 """Attention under torch's autograd, on one process and on gloo ranks."""
 
+import contextlib
 import importlib
 
 import pytest
@@ -190,11 +191,12 @@ def test_operators():
     sinks = torch.randn(2, requires_grad=True)
     for terms in ((None,) * 5, (sinks, None, None, None, None)):
         torch.library.opcheck(OPS.attend_train.default, (q, k, v, *terms, name), dict(causal=True))
-    with torch.no_grad():
-        out, lse = OPS.attend_train(q, k, v, *(None,) * 5, name)
-        torch.library.opcheck(OPS.attend_backward.default,
-                              tuple(t.detach() for t in (out, lse, q, k, v, out, lse)) + (None,) * 5
-                              + (False, False, name))
+    torch.library.opcheck(OPS.attend_train.default, (q, k, v, *(None,) * 5, name), dict(causal=True, heads_first=True))
+    for first in (False, True):
+        with torch.no_grad():
+            out, lse, counts = OPS.attend_train(q, k, v, *(None,) * 5, name, heads_first=first)
+        torch.library.opcheck(OPS.attend_backward.default, tuple(t.detach() for t in (out, lse, q, k, v, out, lse))
+                              + (None,) * 5 + (False, False, counts, name), dict(heads_first=first))
 
 
 def test_checkpoint_accumulation_and_autocast():
@@ -217,6 +219,29 @@ def test_checkpoint_accumulation_and_autocast():
     dq, = torch.autograd.grad(out.float().square().sum(), q)
     assert dq.dtype == torch.float32
     torch.testing.assert_close(dq, right[0], rtol=0.1, atol=0.1)
+
+
+def test_a_checkpoint_may_compute_again_by_the_other_way():
+    """Operators are called where a mode observes them, in forward or only in backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.randn(1, 2, 30, 16)
+
+    def block(x):
+        sinks = x.mean((0, 2, 3))
+        return lt.scaled_dot_product_attention(x, x + 1, x.sin(), is_causal=True, sinks=sinks)
+
+    def gradient(forward, backward):
+        own = x.clone().requires_grad_()
+        with forward:
+            out = checkpoint(block, own, use_reentrant=False)
+        with backward:
+            return torch.autograd.grad(out.square().sum(), own)[0]
+
+    right = gradient(contextlib.nullcontext(), contextlib.nullcontext())
+    for mode in (lambda: FlopCounterMode(display=False), lambda: torch.device(DEVICE), lambda: torch.profiler.profile()):
+        assert torch.equal(gradient(mode(), contextlib.nullcontext()), right)
+        assert torch.equal(gradient(contextlib.nullcontext(), mode()), right)
 
 
 def test_nothing_to_differentiate():
@@ -263,6 +288,29 @@ def test_replicated_rows(torch_ranks, ranks):
     torch_ranks.values(ranks, jobs.gradients_of_replicated_rows)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "gather-kv", "ring-kv", "heads", "ring-q", "gather-states", "scatter-states"])
+@pytest.mark.parametrize("layout", ["zigzag", "interleaved:7"])
+def test_a_batch_goes_back_at_once(torch_ranks, strategy, layout):
+    torch_ranks.values(3, jobs.gradients_of_a_batch, layout, layout, strategy, False)
+    if strategy.endswith("states"):
+        torch_ranks.values(3, jobs.gradients_of_a_batch, layout, None, strategy, False)
+
+
+@pytest.mark.parametrize("strategy", ["gather-kv", "ring-q", "gather-states"])
+def test_a_batch_has_the_bits_of_its_sequences(torch_ranks, strategy):
+    torch_ranks.values(2, jobs.gradients_of_a_batch, "contiguous", "contiguous", strategy, True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_selective_checkpoint_runs_no_exchange_twice(torch_ranks, compiled):
+    for found in torch_ranks.values(2, jobs.exchanges_of_checkpoints, compiled):
+        received, asked = found["plain"]
+        assert received > 0 and asked == 1  # of lengths: not again in backward
+        assert found["selective"] == found["plain"]
+        if not compiled:  # there torch chooses what it computes again
+            assert found["full"][0] > received and found["full"][1] == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_model_learns_the_same(torch_ranks, ranks):
     torch_ranks.values(ranks, jobs.training, "zigzag", False)
@@ -272,15 +320,35 @@ def test_a_checkpointed_model_learns_the_same(torch_ranks):
     torch_ranks.values(2, jobs.training, "zigzag", True)
 
 
-@pytest.mark.more
-def test_a_backward_that_one_rank_never_calls():
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks of their own, whose communicators end with errors."""
     from torch_ranks import TorchRanks
 
     made = TorchRanks(2)
-    (name, text, took), nothing = made.values(2, jobs.backward_alone)
+    yield made
+    assert made.end() == [0, 0]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("what, named", [("batch", "'number of sequences'"), ("heads", "'heads'"), ("dim", "'head_dim'"),
+                                         ("type", "q.dtype")])
+def test_ranks_whose_shapes_differ(pair, what, named):
+    for name, text, took in pair.values(2, jobs.shapes_differ, what, 4.0):
+        assert name == "UsageError" and named in text and "rank 1 has" in text and took < 10, text
+
+
+@pytest.mark.more
+def test_ranks_whose_backwards_differ(pair):
+    for name, text, took in pair.values(2, jobs.gradients_differ, 4.0):
+        assert name == "UsageError" and "'softcap' differs between ranks" in text and took < 10, text
+
+
+@pytest.mark.more
+def test_a_backward_that_one_rank_never_calls(pair):
+    (name, text, took), nothing = pair.values(2, jobs.backward_alone)
     assert name == "RankError" and "ank 1" in text and took < 10, text
     assert nothing is None
-    made.end()
 
 
 @hypothesis.given(st.data())

@@ -191,6 +191,133 @@ def gradients_of_replicated_rows(group):
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
+def gradients_of_a_batch(group, layout, queries, strategy, invariant):
+    """A batch goes back in one call of the layer. Memory of results is NaN before. dout has heads before tokens, and
+    sequences that lie apart. With invariant the bits are those of each sequence alone."""
+    rank, ranks = group.rank(), group.size()
+    batch, tokens = 3, 61 if not invariant else 300
+    whole = [t.double().requires_grad_() for t in inputs(7, batch, 4, 4, tokens, tokens, 16)]
+    sinks = randn(3, 4).double().requires_grad_()
+    dout = randn(11, batch, 4, tokens, 16)
+    pad = torch.tensor([0, 7, 3], dtype=torch.int32)
+    scores = (whole[0] @ whole[1].transpose(-1, -2) / 4).masked_fill(
+        ~(torch.ones(tokens, tokens, dtype=torch.bool).tril() & (torch.arange(tokens) >= pad[:, None, None, None])), -torch.inf)
+    right = torch.cat([scores, sinks[:, None, None].expand(batch, 4, tokens, 1)], -1).softmax(-1)[..., :tokens] @ whole[2]
+    right = torch.autograd.grad(right, (*whole, sinks), dout.double())
+
+    def own(t, rule):
+        return t if rule is None else longspan.shard(t, lt._layouts.rule_of(rule), rank=rank, ranks=ranks, dim=2)
+
+    def run(which):
+        parts = [own(t.detach()[which].float(), rule).requires_grad_() for t, rule in zip(whole, (queries, layout, layout))]
+        learned = sinks.detach().float().requires_grad_()
+        out = lt.scaled_dot_product_attention(
+            *parts, group=group, keys=layout, queries=queries, strategy=strategy, is_causal=True, invariant=invariant,
+            sinks=learned, cache_leftpad=pad[which])
+        calls = []
+        core, lt._train._core = lt._train._core, _Spy(lt._train._core, backward_layer=calls)
+        try:
+            made = torch.autograd.grad(out, (*parts, learned), own(dout[which], queries))
+        finally:
+            lt._train._core = core
+        assert len(calls) == 1, calls
+        return made
+
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        found = run(slice(0, batch))
+        for one, wanted, rule in zip(found, right, (queries, layout, layout, None)):
+            torch.testing.assert_close(one.double(), wanted if one is found[3] else own(wanted, rule), rtol=4e-5, atol=4e-5)
+        for b in range(batch if invariant else 0):
+            for one, alone in zip(found[:3], run(slice(b, b + 1))):
+                assert torch.equal(one[b:b + 1], alone)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class _Spy:
+    """A module, of which some functions are counted."""
+
+    def __init__(self, module, **lists):
+        self._module, self._lists = module, lists
+
+    def __getattr__(self, name):
+        function = getattr(self._module, name)
+        if name not in self._lists:
+            return function
+
+        def call(*args, **kwargs):
+            self._lists[name].append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def exchanges_of_checkpoints(group, compiled):
+    """{name: (bytes that forward and backward receive, times that ranks are asked for lengths)}. The gradients are alike."""
+    from functools import partial
+
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    comm, found, wanted = lt.communicator(group), {}, None
+    x = longspan.shard(randn(5, 2, 4, 61, 16), "zigzag", comm=comm, dim=2)
+
+    def block(x):
+        q, k, v = x * 2, x + 1, x.sin()
+        return lt.scaled_dot_product_attention(q, k, v, is_causal=True, group=group).tanh()
+
+    saves = partial(create_selective_checkpoint_contexts, [torch.ops.longspan.attend_train.default])
+    asked, gather = [], lt._ops.ask
+    lt._ops.ask = lt._train.ask = lambda *args: asked.append(1) or gather(*args)
+    try:
+        for name, call in (("plain", block), ("full", partial(checkpoint, block, use_reentrant=False)),
+                           ("selective", partial(checkpoint, block, use_reentrant=False, context_fn=saves))):
+            if compiled:
+                torch._dynamo.reset()
+                call = torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition")
+            for _ in range(2):  # the first time layers are made
+                own = x.clone().requires_grad_()
+                before = comm.received_bytes
+                asked.clear()
+                grad, = torch.autograd.grad(call(own).square().sum(), own)
+                found[name] = comm.received_bytes - before, len(asked)
+            wanted = grad if wanted is None else wanted
+            torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-5)
+    finally:
+        lt._ops.ask = lt._train.ask = gather
+    return found
+
+
+def shapes_differ(group, what, deadline):
+    """One rank has another batch, number of heads, width or type, in a call that autograd records."""
+    shape, dtype = [4, 4, 8, 16], torch.float32
+    if group.rank() == 0:
+        shape = dict(batch=[3, 4, 8, 16], heads=[4, 2, 8, 16], dim=[4, 4, 8, 32]).get(what, shape)
+        dtype = torch.bfloat16 if what == "type" else dtype
+    t = torch.randn(shape, dtype=dtype, requires_grad=True)
+    comm = lt.communicator(group, deadline=deadline)
+    try:
+        return raised(lambda: lt.scaled_dot_product_attention(t, t, t, comm=comm))
+    finally:
+        comm.close()
+
+
+def gradients_differ(group, deadline):
+    """One rank alone has a gradient of lse, which is allowed. Backwards of different calls are not."""
+    comm = lt.communicator(group, deadline=deadline)
+    try:
+        parts = [randn(group.rank() + n, 1, 2, 9, 16).requires_grad_() for n in range(3)]
+        out, lse = lt.scaled_dot_product_attention(*parts, comm=comm, return_lse=True)
+        loss = out.sum() + (lse.sum() if group.rank() == 0 else 0)
+        grads = torch.autograd.grad(loss, parts)
+        assert all(one.isfinite().all() for one in grads)
+        first, second = (lt.scaled_dot_product_attention(*parts, comm=comm, softcap=cap).sum() for cap in (0.0, 2.0))
+        order = (first, second) if group.rank() == 0 else (second, first)
+        return raised(lambda: [one.backward() for one in order])
+    finally:
+        comm.close()
+
+
 def training(group, layout, checkpointed):
     """Ten steps of AdamW on sharded tokens: the losses of one rank. Ranks have unequal numbers of tokens."""
     x, wanted = randn(3, 2, 45, 64), randn(4, 2, 45, 64)

@@ -283,17 +283,21 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["invariant"] = True
     if strategy != "auto":
         options["strategy"] = strategy
-    if heads_dim == -3:
-        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    heads_first = heads_dim == -3
     if wants_grad(q, k, v, sinks, alibi_slopes):
-        out, lse = attend_recorded(q, k, v, name, **options)
-    elif return_lse:
-        out, lse = _attend_lse(q, k, v, name, **options)
+        out, lse = attend_recorded(q, k, v, name, heads_first, **options)
     else:
-        out, lse = _attend(q, k, v, name, **options), None
+        if heads_first:
+            q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+        if return_lse:
+            out, lse = _attend_lse(q, k, v, name, **options)
+        else:
+            out, lse = _attend(q, k, v, name, **options), None
+        if heads_first:
+            out = out.transpose(-3, -2)
     if not return_lse:
-        return out.transpose(-3, -2) if heads_dim == -3 else out
-    return (out.transpose(-3, -2), lse.transpose(-2, -1)) if heads_dim == -3 else (out, lse)
+        return out
+    return out, lse.transpose(-2, -1) if heads_first else lse
 
 
 _DEFAULTS = {name: argument.default for name, argument in inspect.signature(attend).parameters.items()}

@@ -28,7 +28,7 @@ class Known:
     caller gave stays the caller's, and is known while others hold it.
     """
 
-    __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers", "trainers")
+    __slots__ = ("_comm", "key", "rank", "size", "device", "group", "writers", "trainers", "plans")
 
     def __init__(self, comm: Communicator, group: Any, is_given: bool, name: str):
         self._comm = weakref.ref(comm, lambda _: _drop(name)) if is_given else lambda: comm
@@ -37,6 +37,7 @@ class Known:
         self.group = None if group is None else weakref.ref(group)  # its process group, where it has one
         self.writers: dict = {}  # layers that append, by what they append
         self.trainers: dict = {}  # layers that compute gradients, by their sizes and options
+        self.plans: dict = {}  # which of them a backward runs, and how, by its shapes and options
 
     @property
     def comm(self) -> Communicator:

@@ -81,8 +81,9 @@ def _rounded(length: int) -> int:
 def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, total_queries=None,
             equal_lengths=False, window_left=-1, window_right=-1, cu_seqlens_q=None, cache_seqlens=None,
             block_table=None, cache_batch_idx=None, strategy="auto", return_lse=False, out=None, k_new=None,
-            v_new=None, **options):
-    """The common part of operators that attend; see longspan.attend. `options` are passed to it unchanged."""
+            v_new=None, counts=None, call=longspan.attend, **options):
+    """The common part of operators that attend; see longspan.attend. `options` are passed to it unchanged, `counts` to
+    _shares; `call` takes its place."""
     if torch.is_grad_enabled():
         _refuse_grad(q=q, k=k, v=v, k_new=k_new, v_new=v_new, out=out, **options)
     world = known(comm)
@@ -97,7 +98,7 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
             q = q.contiguous()
         if k_new is not None:
             k_new, v_new = _dense(k_new), _dense(v_new)
-        return longspan.attend(
+        return call(
             q, k, v, cu_seqlens_q=cu_seqlens_q, cache_seqlens=cache_seqlens, block_table=block_table,
             cache_batch_idx=cache_batch_idx, k_new=k_new, v_new=v_new, keys=rule_of(keys),
             queries=rule_of(queries) if queries else None,
@@ -116,18 +117,18 @@ def _attend(q, k, v, comm, *, keys="contiguous", queries="", total_keys=None, to
     if world.size == 1:
         if equal_lengths:
             _check_lengths(q.shape[-3], k.shape[-3] if total_keys is None else total_keys)
-        return longspan.attend(q, k, v, total_keys=total_keys, strategy=strategy, **options)
-    of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries)
+        return call(q, k, v, total_keys=total_keys, strategy=strategy, **options)
+    of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries, counts)
     if equal_lengths:
         _check_lengths(of_rows.total, of_keys.total)
     options |= dict(keys=of_keys.layout, total_keys=of_keys.total, strategy=strategy)
     if of_keys.table is not None:
         options["key_table"] = torch.tensor(of_keys.table, device=q.device)
     if queries:
-        return _attend_sharded(world, q, k, v, of_keys, of_rows, options)
+        return _attend_sharded(call, world, q, k, v, of_keys, of_rows, options)
     if strategy == "gather-kv":
         options["max_seqlen_k"] = _rounded(of_keys.total)
-    return longspan.attend(q, k, v, **options | _tables_of_all(of_keys, q))
+    return call(q, k, v, **options | _tables_of_all(of_keys, q))
 
 
 def _refuse_grad(**tensors):
@@ -145,9 +146,8 @@ def _tables_of_all(of_keys, q) -> dict:
     return {"key_table": torch.tensor(of_keys.table, device=q.device).repeat(q.shape[0], 1)}
 
 
-def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
+def _attend_sharded(call, world, q, k, v, of_keys, of_rows, options):
     """Each rank has its own rows."""
-    batch = q.shape[0] if q.dim() == 4 else 1
     options |= dict(queries=of_rows.layout, total_queries=of_rows.total)
     if of_rows.table is not None:
         options["query_table"] = torch.tensor(of_rows.table, device=q.device)
@@ -158,27 +158,32 @@ def _attend_sharded(world, q, k, v, of_keys, of_rows, options):
         options |= dict(strategy="gather-kv", max_seqlen_k=_rounded(of_keys.total))
     elif options["strategy"] not in ("auto", *_OF_STATES):
         options["max_seqlen_k"] = _rounded(of_keys.total)
-    if not gathers_keys and (batch == 1 or of_rows.table is None):
-        return longspan.attend(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
-    # For a strategy or layout that supports one sequence at a time.
+    if of_rows.table is None or q.dim() == 3 or q.shape[0] == 1:
+        return call(q.contiguous(), k, v, **options | _tables_of_all(of_keys, q))
+    # A table of rows describes one sequence.
     return_lse, out = options.pop("return_lse"), options.pop("out")
     if out is None:
         out = _results(q, v, False)
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q)) if return_lse else None
+    for b, own in sequences(q, options):
+        call(q[b].contiguous(), k[b].contiguous(), v[b].contiguous(), out=out[b],
+                        lse=lse[b] if return_lse else None, **options | own)
+    return (out, lse) if return_lse else out
+
+
+def sequences(q: Tensor, options: dict):
+    """For calls of one sequence at a time: (b, the arguments among `options` that are of sequence b)."""
+    batch = q.shape[0]
     documents = options.get("documents")
     if documents is not None and documents.dim() == 1 and batch > 1:
         raise InputError(f"documents is {list(documents.shape)}; the batch has {batch} sequences: [batch, count + 1] "
                          "is wanted")
-    of_sequences = {name: options.pop(name) for name in _OF_SEQUENCES if isinstance(options.get(name), Tensor)}
+    arrays = {name: options[name] for name in _OF_SEQUENCES if isinstance(options.get(name), Tensor)}
     for b in range(batch):
-        options |= {name: t if name == "documents" and t.dim() == 1 else t[b:b + 1] for name, t in of_sequences.items()}
+        own = {name: t if name == "documents" and t.dim() == 1 else t[b:b + 1] for name, t in arrays.items()}
         if options.get("dropout_p"):
-            options["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
-        own_q, own_k, own_v, own_out, own_lse = (t if t is None or q.dim() == 3 else t[b]
-                                                 for t in (q, k, v, out, lse))
-        longspan.attend(own_q.contiguous(), own_k.contiguous(), own_v.contiguous(), out=own_out, lse=own_lse,
-                        **options)
-    return (out, lse) if return_lse else out
+            own["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
+        yield b, own
 
 
 def _refuse_contiguous():
@@ -194,16 +199,25 @@ def _check_lengths(rows: int, keys: int):
             "are the last tokens of the sequence, as in decode")
 
 
-def _shares(world, q, k, keys, queries, total_keys, total_queries) -> tuple[Lengths, Lengths]:
-    """How keys and rows are shared; the ranks are asked where the call does not give it."""
+def asks(ranks: int, queries: str, total_keys, total_queries) -> bool:
+    """Whether ranks are asked for their keys and rows, which the call does not give."""
+    return ranks > 1 and (total_keys is None or bool(queries and total_queries is None))
+
+
+def ask(world, q, k) -> list[int]:
+    """The keys and the query rows of each rank. Collective."""
+    answers = world.comm.gather(b"%d %d" % (k.shape[-3], q.shape[-3]),
+                                "count of keys and query rows (total_keys or total_queries is not given)")
+    return [int(n) for both in answers for n in both.split()]
+
+
+def _shares(world, q, k, keys, queries, total_keys, total_queries, counts=None) -> tuple[Lengths, Lengths]:
+    """How keys and rows are shared; the ranks are asked where the call does not give it, and `counts` does not have their
+    answers."""
     own_keys = own_rows = None
-    if total_keys is None or (queries and total_queries is None):
-        own_keys, own_rows = [], []
-        mine = b"%d %d" % (k.shape[-3], q.shape[-3])
-        for counts in world.comm.gather(mine, "count of keys and query rows (total_keys or total_queries is not given)"):
-            one, other = counts.split()
-            own_keys.append(int(one))
-            own_rows.append(int(other))
+    if asks(world.size, queries, total_keys, total_queries):
+        counts = counts or ask(world, q, k)
+        own_keys, own_rows = counts[::2], counts[1::2]
     if own_keys is None:
         check_own(keys, total_keys, k.shape[-3], world.rank, world.size, "k", "total_keys")
     of_keys = resolve(keys, total_keys, own_keys, world.size, "k")
@@ -362,12 +376,12 @@ APPEND = torch.ops.longspan.append.default
 
 def attend(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
     """The operator attend, or its implementation where nothing observes operators."""
-    return (_attend if _is_unwatched(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
+    return (_attend if is_unwatched(q, k, v) else torch.ops.longspan.attend.default)(q, k, v, comm, **options)
 
 
 def attend_lse(q: Tensor, k: Tensor, v: Tensor, comm: str, **options):
     """The operator attend_lse, likewise."""
-    if _is_unwatched(q, k, v):
+    if is_unwatched(q, k, v):
         return _attend(q, k, v, comm, return_lse=True, **options)
     return torch.ops.longspan.attend_lse.default(q, k, v, comm, **options)
 
@@ -385,11 +399,12 @@ def _watchers():
 _WATCHERS = _watchers()
 
 
-def _is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_unwatched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether to skip torch's dispatcher, which takes as long as the rest of a call in Python."""
-    if torch.compiler.is_compiling() or _WATCHERS is None:
+    if torch.compiler.is_compiling() or _WATCHERS is None or not type(q) is type(k) is type(v) is Tensor:
         return False
-    if not type(q) is type(k) is type(v) is Tensor or any(watches() for watches in _WATCHERS):
-        return False
+    for watches in _WATCHERS:
+        if watches():
+            return False
     device = q.device.type  # a lazily negated tensor is resolved by the dispatcher on GPUs, by the library elsewhere
     return device == "cpu" or (device == "cuda" and not (q.is_neg() or k.is_neg() or v.is_neg()))

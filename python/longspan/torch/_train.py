@@ -1,58 +1,138 @@
 """Attention with a rule for torch's autograd.
 
-    attend_train      q, k, v, sinks, slopes  ->  out, lse     (with dropout by a seed, which is kept)
+    attend_train      q, k, v, sinks, slopes  ->  out, lse, counts     (with dropout by a seed, which is kept)
     attend_backward   dout, dlse, and all of these  ->  dq, dk, dv, dsinks, dslopes
 
-Autograd keeps the tensors of a call and nothing else. The backward runs a layer of its own, which
-the communicator keeps. Both operators are collective.
+Autograd keeps the tensors of a call and nothing else. `counts` are the ranks' keys and rows, where they
+were asked for them, so that the backward need not ask again. With heads_first q, k, v, out and their
+gradients are [batch, heads, tokens, dim], which saves the nodes of transposes. The backward runs a
+layer of its own, which the communicator keeps. Both operators are collective.
+
+Where nothing observes operators, an autograd.Function takes their place, which costs a fraction of
+them. It saves the same tensors, since a checkpoint may compute again by the other way.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import longspan
-from longspan import UnsupportedError
+from longspan import UnsupportedError, _core
+from longspan._attention import ATTEND, BACKWARD
 
 from ._groups import Known, known
 from ._layouts import Lengths
-from ._ops import _attend, _define, _keys_as_read, _results, _rounded, _shares, library
+from ._ops import (_attend, _define, _keys_as_read, _results, _rounded, _shares, ask, asks, is_unwatched, library,
+                   sequences)
 
 _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0,
     float dropout_p=0.0, str keys='contiguous', str queries='',
     SymInt? total_keys=None, SymInt? total_queries=None, bool equal_lengths=False,
-    bool invariant=False, str strategy='auto'"""
+    bool invariant=False, str strategy='auto', bool heads_first=False"""
 _WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right", "softcap",
                              "dropout_p", "keys", "queries", "total_keys", "total_queries", "equal_lengths", "invariant", "strategy"))
 _TERMS = "Tensor? sinks, Tensor? alibi_slopes, Tensor? documents, Tensor? cache_leftpad, Tensor? dropout_seed"
 _OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "cache_leftpad", "dropout_seed")  # in the order of _TERMS
 _MOST_LAYERS = 16  # of a communicator: as many shapes may take turns
+_MOST_PLANS = 256
 
 
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Whether autograd records a call with these tensors."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
-def attend_recorded(q: Tensor, k: Tensor, v: Tensor, comm: str, **options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that autograd records. `options` are those of the operator attend."""
+def attend_recorded(q: Tensor, k: Tensor, v: Tensor, comm: str, heads_first: bool = False, /, **options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that autograd records. `options` are those of the operator attend. With `heads_first` q, k, v
+    and out are [batch, heads, tokens, dim]; lse is [batch, tokens, heads] always."""
     terms = [options.pop(name, None) for name in _OF_ARRAYS]
-    for name, given in options.items():
-        if name not in _WITH_GRADIENTS:
-            raise UnsupportedError(f"{name} is given, and the call is recorded for a backward, in which it is not supported: "
-                                   "leave it out, or call it under torch.no_grad()")
-    return torch.ops.longspan.attend_train.default(q, k, v, *terms, comm, **options)
+    if not _WITH_GRADIENTS.issuperset(options):
+        name = next(name for name in options if name not in _WITH_GRADIENTS)
+        raise UnsupportedError(f"{name} is given, and the call is recorded for a backward, in which it is not supported: "
+                               "leave it out, or call it under torch.no_grad()")
+    if is_unwatched(q, k, v) and forward_ad._current_level < 0:
+        return _record(q, k, v, *terms[:2], (*terms[2:], comm, heads_first, options))
+    return torch.ops.longspan.attend_train.default(q, k, v, *terms, comm, heads_first=heads_first, **options)[:2]
 
 
-def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, **options):
-    return _attend(q, k, v, comm, return_lse=True, sinks=sinks, alibi_slopes=alibi_slopes, documents=documents,
-                   cache_leftpad=cache_leftpad, dropout_seed=dropout_seed, **options)
+# ---- forward and backward of tensors ------------------------------------------------------------
+
+class _Plan:
+    """How calls of some shapes and options are computed, for those after the first."""
+
+    __slots__ = ("forward", "backward", "one_by_one", "writes_all")
+
+    def __init__(self):
+        self.forward: dict | None = None  # arguments of the extension module; None: by _attend, which checks everything
+        self.backward: dict | None = None  # likewise; None: its layer has yet to be made
+        self.one_by_one = False  # in backward sequences of a batch take turns
+        self.writes_all = False  # every row and key belongs to a sequence, so that all gradients are written
 
 
-def _fake_forward(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, **options):
-    return _results(q, v, True)
+def _key(q, k, v, counts, options) -> tuple:
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, *counts, *options.items()
+
+
+def _plan_of(world: Known, key: tuple) -> _Plan:
+    plan = world.plans.get(key)
+    if plan is None:
+        if len(world.plans) >= _MOST_PLANS:
+            world.plans.clear()
+        plan = world.plans[key] = _Plan()
+    return plan
+
+
+def _forward(comm: str, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, options, out=None) -> tuple:
+    """(out, lse, counts, key): the answers of the ranks where they were asked, and the key of the plan."""
+    world, counts = known(comm), ()
+    dims = q.dim()
+    if dims == k.dim() and (dims == 3 or (dims == 4 and 0 < q.shape[0] == k.shape[0])) and asks(
+            world.size, options.get("queries"), options.get("total_keys"), options.get("total_queries")):
+        counts = ask(world, q, k)
+    key = _key(q, k, v, counts, options)
+    plan = _plan_of(world, key)
+    if plan.forward is None:
+        calls = []
+
+        def call(q, k, v, **given):
+            calls.append(given)
+            return longspan.attend(q, k, v, **given)
+
+        out, lse = _attend(q, k, v, comm, return_lse=True, sinks=sinks, alibi_slopes=alibi_slopes, documents=documents,
+                           cache_leftpad=cache_leftpad, dropout_seed=dropout_seed, counts=counts, out=out, call=call, **options)
+        if len(calls) == 1:  # not a sequence after the other, nor none
+            own = ("comm", "out", "lse", *_OF_ARRAYS)
+            plan.forward = ATTEND | {name: given for name, given in calls[0].items() if name not in own}
+        return out, lse, counts, key
+    if q.stride(-1) != 1 or plan.forward["queries"] is not None:
+        q = q.contiguous()
+    k, v = _keys_as_read(k, v)
+    given = plan.forward | {"q": q, "k": k, "v": v, "out": out, "comm": world.comm}
+    _add_terms(given, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed)
+    out, lse = _core.attend(**given)
+    return out, lse, counts, key
+
+
+def _add_terms(given: dict, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed) -> None:
+    if sinks is not None:
+        given["sinks"] = sinks.contiguous()
+    if alibi_slopes is not None:
+        given["alibi_slopes"] = alibi_slopes.contiguous()
+    if documents is not None:
+        given["documents"] = documents.contiguous()
+    if cache_leftpad is not None:
+        given["cache_leftpad"] = cache_leftpad.contiguous()
+    if dropout_seed is not None:
+        given["dropout_seed"] = dropout_seed
 
 
 def _most_rows(rows: Lengths, ranks: int) -> int:
@@ -62,106 +142,242 @@ def _most_rows(rows: Lengths, ranks: int) -> int:
     return max(len(rows.layout.shard(rows.total, rank, ranks)) for rank in range(ranks))
 
 
-def _layer(world: Known, q, k, v, keys, queries, most_rows, most_keys, options) -> longspan.Attention:
+def _layer(world: Known, keys, queries, sizes: dict, options: dict) -> longspan.Attention:
     """The layer for such calls; collective where it is made."""
-    sizes = dict(heads=q.shape[-2], kv_heads=k.shape[-2], head_dim=q.shape[-1], value_dim=v.shape[-1], dtype=q.dtype,
-                 max_queries=_rounded(most_rows), max_batch=q.shape[0] if q.dim() == 4 else 1,
-                 max_seqlen_k=_rounded(most_keys))
     key = (keys, queries, *sizes.values(), *options.values())
     layer = world.trainers.get(key)
     if layer is None:
         if len(world.trainers) >= _MOST_LAYERS:  # the same on all ranks, as the calls are
             world.trainers.clear()
+            world.plans.clear()
         layer = world.trainers[key] = longspan.Attention(
             world.for_writers(), keys=keys, queries=queries, alibi="query", gradients=True, **sizes, **options)
     return layer
 
 
-def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
-                     wants_sinks, wants_slopes, comm, *, causal=False, causal_alignment="lower_right", softmax_scale=None,
-                     window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, keys="contiguous", queries="", total_keys=None,
-                     total_queries=None, equal_lengths=False, invariant=False, strategy="auto"):
-    world = known(comm)
-    dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
-    dsinks = sinks.new_zeros(sinks.shape) if wants_sinks else q.new_empty(0)
-    dslopes = alibi_slopes.new_zeros(alibi_slopes.shape) if wants_slopes else q.new_empty(0)
+def _prepare_backward(plan: _Plan, world: Known, q, k, v, counts, causal=False, causal_alignment="lower_right",
+                      softmax_scale=None, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, keys="contiguous",
+                      queries="", total_keys=None, total_queries=None, equal_lengths=False, invariant=False,
+                      strategy="auto") -> None:
+    """Collective where a layer is made."""
     batch = q.shape[0] if q.dim() == 4 else 1
-    if batch == 0:
-        return dq, dk, dv, dsinks, dslopes
     options = dict(causal=causal, causal_alignment=causal_alignment, softmax_scale=softmax_scale,
                    window_size=(window_left, window_right), softcap=softcap, dropout_p=dropout_p, invariant=invariant,
                    strategy=strategy)
-    q, out, dout, lse = (t.contiguous() for t in (q, out, dout, lse))
-    dlse = None if dlse is None else dlse.contiguous()
+    writes_all = q.numel() > 0 and k.numel() > 0
+    one_by_one = False
+    if world.size == 1:
+        keys, queries, rows, most_keys = "contiguous", None, q.shape[-3], k.shape[-3]
+        writes_all = writes_all and total_keys in (None, most_keys)
+        given = dict(total_keys=total_keys)
+    else:
+        of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries, counts)
+        keys, most_keys = of_keys.layout, of_keys.total
+        given = dict(total_keys=most_keys)
+        one_by_one = batch > 1 and of_rows.table is not None  # a table of rows describes one sequence
+        if of_keys.table is not None:
+            given["key_table"] = torch.tensor(of_keys.table, device=q.device)
+            if q.dim() == 4 and not one_by_one:
+                given["key_table"] = given["key_table"].repeat(batch, 1)
+        if of_rows.table is not None:
+            given["query_table"] = torch.tensor(of_rows.table, device=q.device)
+        if queries:
+            queries, rows = of_rows.layout, _most_rows(of_rows, world.size)
+            given["total_queries"] = of_rows.total
+            if strategy == "auto" and of_rows.table is not None and q.device.type == "cuda":
+                options["strategy"] = "gather-kv"  # auto has none for rows by a table
+        else:
+            queries, rows = None, of_rows.total
+    at_once = 1 if one_by_one else batch
+    sizes = dict(heads=q.shape[-2], kv_heads=k.shape[-2], head_dim=q.shape[-1], value_dim=v.shape[-1], dtype=q.dtype,
+                 max_queries=_rounded(at_once * rows), max_batch=at_once, max_seqlen_k=_rounded(most_keys))
+    layer = _layer(world, keys, queries, sizes, options)
+    plan.backward = BACKWARD | given | dict(layer=layer._layer, accumulate=one_by_one)
+    plan.one_by_one, plan.writes_all = one_by_one, writes_all and not one_by_one
+
+
+def _gradients(comm: str, key, dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
+               wants_sinks, wants_slopes, counts, options) -> tuple:
+    """dq, dk, dv in the shapes of q, k, v; dsinks and dslopes, or None."""
+    if q.dim() == 4 and q.shape[0] == 0:
+        return *(torch.zeros_like(t) for t in (q, k, v)), *(torch.zeros_like(t) if wants else None for t, wants in
+                                                            ((sinks, wants_sinks), (alibi_slopes, wants_slopes)))
+    world = known(comm)
+    plan = _plan_of(world, key)
+    if plan.backward is None:
+        _prepare_backward(plan, world, q, k, v, counts, **options)
+        world.plans[key] = plan  # a new layer may have released all plans
     k, v = _keys_as_read(k, v)
     if v.data_ptr() == k.data_ptr():  # autograd wants a gradient of each, even if they share their memory
         k, v = k.contiguous(), v.clone(memory_format=torch.contiguous_format)
-    terms = {name: t.contiguous() for name, t in (("sinks", sinks), ("alibi_slopes", alibi_slopes)) if t is not None}
-    given = dict(dsinks=dsinks if wants_sinks else None, dalibi_slopes=dslopes if wants_slopes else None,
-                 dropout_seed=dropout_seed, accumulate=True, **terms)
-    of_sequences = {name: t.contiguous() for name, t in (("documents", documents), ("cache_leftpad", cache_leftpad))
-                    if t is not None}
-    if world.size == 1:
-        layer = _layer(world, q, k, v, "contiguous", None, batch * q.shape[-3], k.shape[-3], options)
-        layer.backward(dout, q, k, v, out, lse, dlse=dlse, dq=dq, dk=dk, dv=dv, total_keys=total_keys, **given,
-                       **of_sequences)
-        return dq, dk, dv, dsinks, dslopes
-    of_keys, of_rows = _shares(world, q, k, keys, queries, total_keys, total_queries)
-    given |= dict(total_keys=of_keys.total)
-    for name, one in (("key_table", of_keys), ("query_table", of_rows)):
-        if one.table is not None:
-            given[name] = torch.tensor(one.table, device=q.device)
-    if queries:
-        given["total_queries"] = of_rows.total
-        if strategy == "auto" and of_rows.table is not None and q.device.type == "cuda":
-            options["strategy"] = "gather-kv"  # auto has none for rows by a table
-    most_rows = _most_rows(of_rows, world.size) if queries else of_rows.total
-    for b in range(batch):  # sequences of a batch take turns
-        parts = [t if t is None or q.dim() == 3 else t[b].contiguous() for t in (dout, q, k, v, out, lse, dlse)]
-        own = {name: t if q.dim() == 3 or (name == "documents" and t.dim() == 1) else t[b:b + 1]
-               for name, t in of_sequences.items()}
-        if dropout_p:
-            own["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
-        gradients = [t if q.dim() == 3 else t[b] for t in (dq, dk, dv)]
-        layer = _layer(world, *parts[1:4], of_keys.layout, of_rows.layout if queries else None, most_rows,
-                       of_keys.total, options)
-        layer.backward(*parts[:6], dlse=parts[6], dq=gradients[0], dk=gradients[1], dv=gradients[2], **given, **own)
+    q = q.contiguous()
+    new, dense = torch.empty_like if plan.writes_all else torch.zeros_like, torch.contiguous_format
+    dq, dk, dv = new(q), new(k, memory_format=dense), new(v, memory_format=dense)
+    given = plan.backward | {"q": q, "k": k, "v": v, "out": out.contiguous(), "lse": lse.contiguous(),
+                             "dout": dout.contiguous(), "dq": dq, "dk": dk, "dv": dv}
+    _add_terms(given, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed)
+    dsinks = dslopes = None
+    if wants_sinks:
+        given["dsinks"] = dsinks = torch.zeros_like(sinks, memory_format=torch.contiguous_format)
+    if wants_slopes:
+        given["dalibi_slopes"] = dslopes = torch.zeros_like(alibi_slopes, memory_format=torch.contiguous_format)
+    if dlse is not None:
+        given["dlse"] = dlse.contiguous()
+    if plan.one_by_one:
+        for b, own in sequences(q, given | options):
+            own |= {name: given[name][b].contiguous() for name in ("q", "k", "v", "out", "lse", "dout")}
+            own |= {name: given[name][b] for name in ("dlse", "dq", "dk", "dv") if given[name] is not None}
+            _core.backward_layer(**given | own)
+    else:
+        _core.backward_layer(**given)
     return dq, dk, dv, dsinks, dslopes
 
 
+def _refuse_second(*tensors: Tensor | None) -> None:
+    if wants_grad(*tensors):
+        raise UnsupportedError("a second derivative (create_graph=True) is asked for: the gradients of attention have "
+                               "none")
+
+
+def _forward_any(comm: str, heads_first: bool, q, k, v, *terms, options: dict) -> tuple:
+    """_forward of q, k, v in either order of dimensions."""
+    if not heads_first:
+        return _forward(comm, q, k, v, *terms, options)
+    q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    if q.dim() != 3 and (q.dim() != 4 or q.shape[0] == 0):
+        out, *others = _forward(comm, q, k, v, *terms, options)
+        return out.transpose(-3, -2), *others
+    made = _empty_heads_first(q, v)
+    return made, *_forward(comm, q, k, v, *terms, options, made.transpose(-3, -2))[1:]
+
+
+def _empty_heads_first(q: Tensor, v: Tensor) -> Tensor:
+    """Memory of the result for q [batch, tokens, heads, dim], seen as [batch, heads, tokens, value_dim]. It is no view, so
+    that it may be changed in place."""
+    *batch, tokens, heads, _ = q.shape
+    dim = v.shape[-1]
+    return torch.empty_strided((*batch, heads, tokens, dim), (*(tokens * heads * dim for _ in batch), dim, heads * dim, 1),
+                               dtype=q.dtype, device=q.device)
+
+
+def _gradients_any(comm: str, heads_first: bool, key, dout, dlse, q, k, v, out, *others) -> tuple:
+    """_gradients of q, k, v in either order of dimensions; without a key that of the tensors."""
+    if heads_first:
+        q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+        out, dout = out.transpose(-3, -2), dout.transpose(-3, -2)
+    if key is None:
+        key = _key(q, k, v, *others[-2:])
+    made = _gradients(comm, key, dout, dlse, q, k, v, out, *others)
+    if not heads_first:
+        return made
+    dq, dk, dv, dsinks, dslopes = made
+    return dq.transpose(-3, -2), dk.transpose(-3, -2), dv.transpose(-3, -2), dsinks, dslopes
+
+
+# ---- where nothing observes operators -----------------------------------------------------------
+
+class _Recorded(torch.autograd.Function):
+    """attend_train and its rule."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, sinks, alibi_slopes, others):
+        *terms, comm, heads_first, options = others
+        out, lse, counts, key = _forward_any(comm, heads_first, q, k, v, sinks, alibi_slopes, *terms, options=options)
+        ctx.call = comm, heads_first, options, counts, key
+        kept = (torch.tensor(counts, device="cpu"),) if counts else ()
+        ctx.save_for_backward(q, k, v, out, lse, sinks, alibi_slopes, *terms, *kept)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout, dlse):
+        q, k, v, out, lse, *terms = tensors = ctx.saved_tensors[:10]
+        comm, heads_first, options, counts, key = ctx.call
+        if torch.is_grad_enabled():
+            _refuse_second(*tensors, dout, dlse)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wants = ctx.needs_input_grad[3:5]
+        if is_unwatched(q, k, v):
+            return *_gradients_any(comm, heads_first, key, dout, dlse, q, k, v, out, lse, *terms, *wants, counts, options), None
+        return *_backward_operator(dout, dlse, *tensors, *wants, torch.tensor(counts, dtype=torch.int64, device="cpu"), comm,
+                                   options | {"heads_first": heads_first}), None
+
+
+_record = super(torch.autograd.Function, _Recorded).apply  # _Recorded.apply without its checks for transforms of torch.func
+
+
+# ---- the operators ------------------------------------------------------------------------------
+
+def _no_counts(q: Tensor, comm: str, queries="", total_keys=None, total_queries=None, **_) -> Tensor:
+    """Memory for the ranks' keys and rows: on the host, which reads them, or where they are not asked for, nothing."""
+    ranks = known(comm).size
+    if asks(ranks, queries, total_keys, total_queries):
+        return torch.zeros(2 * ranks, dtype=torch.int64, device="cpu")
+    return q.new_empty(0, dtype=torch.int64)
+
+
+def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, *, heads_first=False, **options):
+    out, lse, counts, _ = _forward_any(comm, heads_first, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
+                                       options=options)
+    kept = _no_counts(q, comm, **options)
+    return out, lse, kept.copy_(torch.tensor(counts, device="cpu")) if counts else kept
+
+
+def _fake_forward(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, *, heads_first=False, **options):
+    rows, values = (q.transpose(-3, -2), v.transpose(-3, -2)) if heads_first else (q, v)
+    out, lse = _results(rows, values, True)
+    return out.transpose(-3, -2) if heads_first else out, lse, _no_counts(q, comm, **options)
+
+
+def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
+                     wants_sinks, wants_slopes, counts, comm, *, heads_first=False, **options):
+    counts = counts.tolist() if counts.numel() else ()
+    *made, dsinks, dslopes = _gradients_any(comm, heads_first, None, dout, dlse, q, k, v, out, lse, sinks, alibi_slopes,
+                                            documents, cache_leftpad, dropout_seed, wants_sinks, wants_slopes, counts, options)
+    return *made, *(q.new_empty(0) if one is None else one for one in (dsinks, dslopes))
+
+
 def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks,
-                   wants_slopes, comm, **options):
-    return (*(t.new_empty(t.shape) for t in (q, k, v)),
+                   wants_slopes, counts, comm, *, heads_first=False, **options):
+    made = [t.transpose(-3, -2) if heads_first else t for t in (q, k, v)]
+    made = [t.new_empty(t.shape) for t in made]
+    return (*(t.transpose(-3, -2) if heads_first else t for t in made),
             sinks.new_empty(sinks.shape) if wants_sinks else q.new_empty(0),
             alibi_slopes.new_empty(alibi_slopes.shape) if wants_slopes else q.new_empty(0))
 
 
-_define("attend_train", f"Tensor q, Tensor k, Tensor v, {_TERMS}, str comm, {_OPTIONS}) -> (Tensor, Tensor)",
+_define("attend_train", f"Tensor q, Tensor k, Tensor v, {_TERMS}, str comm, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
         _forward_kernel, _fake_forward)
 _define("attend_backward", f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_TERMS}, "
-        f"bool wants_sinks, bool wants_slopes, str comm, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f"bool wants_sinks, bool wants_slopes, Tensor counts, str comm, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         _backward_kernel, _fake_backward)
+
+
+def _backward_operator(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks,
+                       wants_slopes, counts, comm, options):
+    *made, dsinks, dslopes = torch.ops.longspan.attend_backward.default(
+        dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks, wants_slopes,
+        counts, comm, **options)
+    return *made, dsinks if wants_sinks else None, dslopes if wants_slopes else None
 
 
 def _setup(ctx, inputs, keyword_only_inputs, output):
     q, k, v, *terms, ctx.comm = inputs
+    out, lse, counts = output
     ctx.options = dict(keyword_only_inputs)
-    ctx.save_for_backward(q, k, v, *output, *terms)
+    ctx.save_for_backward(q, k, v, out, lse, *terms, *((counts,) if counts.numel() else ()))
+    ctx.mark_non_differentiable(counts)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout, dlse):
-    tensors = ctx.saved_tensors
-    out = tensors[3]
-    if wants_grad(*tensors, dout, dlse):
-        raise UnsupportedError("a second derivative (create_graph=True) is asked for: the gradients of attention have "
-                               "none")
+def _backward(ctx, dout, dlse, _):
+    *tensors, counts = saved if len(saved := ctx.saved_tensors) > 10 else (*saved, saved[0].new_empty(0, dtype=torch.int64))
+    _refuse_second(*tensors, dout, dlse)
     if dout is None:
-        dout = torch.zeros_like(out)
-    wants_sinks, wants_slopes = ctx.needs_input_grad[3:5]
-    dq, dk, dv, dsinks, dslopes = torch.ops.longspan.attend_backward.default(
-        dout, dlse, *tensors, wants_sinks, wants_slopes, ctx.comm, **ctx.options)
-    return dq, dk, dv, dsinks if wants_sinks else None, dslopes if wants_slopes else None, None, None, None, None
+        dout = torch.zeros_like(tensors[3])
+    return *_backward_operator(dout, dlse, *tensors, *ctx.needs_input_grad[3:5], counts, ctx.comm, ctx.options), \
+        None, None, None, None
 
 
 torch.library.register_autograd("longspan::attend_train", _backward, setup_context=_setup, lib=library)

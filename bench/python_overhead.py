@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The added cost of a Python call over the same call in C++: small arrays, on one rank.
+"""The added cost of a Python call over the same call in C++: small arrays, on one rank. And that of a
+call that autograd records, with its backward, over the same call that it does not record.
 
 A step of attention over a few keys itself takes microseconds, so the difference of two such times is
 the cost of the binding: to read the arrays, find the layer, and make the result. Both are measured in
@@ -26,6 +27,8 @@ import records
 
 TARGET = 15.0  # microseconds, on the machine of the records
 OPERATOR_TARGET = 20.0  # through an operator of torch
+RECORDED_TARGET = 40.0  # recorded, and its backward, over the forward alone
+CALLS = 8  # of a graph
 
 
 def case_arrays(kind, backend):
@@ -51,11 +54,11 @@ def finish(backend):
         torch.cuda.synchronize()
 
 
-def microseconds(call, repeats, backend):
-    begin = time.perf_counter_ns()
+def microseconds(call, repeats, backend, clock=time.perf_counter_ns):
+    begin = clock()
     for _ in range(repeats):
         call()
-    spent = time.perf_counter_ns() - begin
+    spent = clock() - begin
     finish(backend)
     return spent / repeats / 1000
 
@@ -75,6 +78,74 @@ def operator_cases(q, k, v, comm):
             *heads_first, is_causal=True, causal_alignment="lower_right", enable_gqa=True, comm=name),
         "torch.ContextParallelAttention": lambda: layer(*heads_first),
     }
+
+
+def recorded_cases(q, k, v, comm):
+    """{(call, path): (forward alone, recorded with its backward, a function that does nothing with its backward, calls)}.
+    The path through operators is taken where something observes them."""
+    import torch
+    from longspan.torch import _train, scaled_dot_product_attention
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return torch.empty_like(q)
+
+        @staticmethod
+        def backward(ctx, dout):
+            return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
+
+    plain = [t.transpose(0, 1).contiguous() for t in (q, k, v)]
+    learned = [t.clone().requires_grad_() for t in plain]
+    dout = torch.randn_like(plain[0])
+
+    def attend(q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, causal_alignment="lower_right", enable_gqa=True, comm=comm)
+
+    def graph(function, tensors, calls):
+        q, k, v = tensors
+        for _ in range(calls):
+            q = function(q, k, v)
+        return q
+
+    def trained(function, calls):
+        torch.autograd.grad(graph(function, learned, calls), learned, dout)
+
+    def by_operators(calls):
+        unwatched, _train.is_unwatched = _train.is_unwatched, lambda *tensors: False
+        try:
+            trained(attend, calls)
+        finally:
+            _train.is_unwatched = unwatched
+
+    cases = {}
+    for name, calls in (("call and backward", 1), (f"call and backward, of {CALLS} in a graph", CALLS)):
+        for path, run in (("autograd.Function", lambda calls=calls: trained(attend, calls)),
+                          ("operators", lambda calls=calls: by_operators(calls))):
+            cases[name, path] = (lambda calls=calls: graph(attend, plain, calls), run,
+                                 lambda calls=calls: trained(Nothing.apply, calls), calls)
+    return cases
+
+
+def measure_recorded(kind, backend, machine, results):
+    q, k, v = case_arrays(kind, backend)
+    made = []
+    for (name, path), (*calls, count) in recorded_cases(q, k, v, longspan.alone({"host": "cpu"}.get(backend, backend))).items():
+        for call in calls:
+            call()
+        # Time of this thread, which computes all of it: the time of others on the machine is not counted.
+        rounds = [[microseconds(call, 20, backend, time.thread_time_ns) / count for call in calls] for _ in range(101)]
+        forward = statistics.median(r[0] for r in rounds)
+        more = statistics.median(r[1] - r[0] for r in rounds)
+        floor = statistics.median(r[2] for r in rounds)
+        made.append(records.record("python", {"call": name, "arrays": kind, "path": path}, "us", round(more, 2),
+                                   peer="an autograd.Function that does nothing", peer_value=round(floor, 2),
+                                   target=RECORDED_TARGET, less_is_better=True,
+                                   machine=records.host_machine() if backend == "host" else None))
+        print(f"{kind:16} {name}, by {path}: forward {forward:.2f} us, {more:.2f} us more; a function that does nothing "
+              f"{floor:.2f} us")
+    records.write("python", machine, made, results)
 
 
 def measure(kind, backend, machine, results):
@@ -115,6 +186,7 @@ def main():
     records.add_arguments(parser)
     parser.add_argument("--backend", default="host", choices=["host", "cuda"])
     parser.add_argument("--machine", default="cpu", help="name for the records")
+    parser.add_argument("--recorded", action="store_true", help="only calls that autograd records")
     options = parser.parse_args()
     kinds = ["numpy float32", "numpy bfloat16"] if options.backend == "host" else []
     if importlib.util.find_spec("torch"):
@@ -122,7 +194,10 @@ def main():
     else:
         print("torch is not here: its tensors are left out")
     for kind in kinds:
-        measure(kind, options.backend, options.machine, options.results)
+        if not options.recorded:
+            measure(kind, options.backend, options.machine, options.results)
+        if kind == "torch float32":
+            measure_recorded(kind, options.backend, options.machine, options.results)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,65 @@ def test_tensors_that_learn():
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(causal=True, softcap=2.0), dict(window_size=(3, 1)), dict(slopes=True)])
+def test_packed_sequences_that_learn(options):
+    """Rows and keys have starts of their own, and one sequence is empty; lse has a gradient too."""
+    torch = pytest.importorskip("torch")
+    from device import DEVICE
+    from oracle import gradients
+
+    dtype = torch.float32 if "slopes" in options or DEVICE != "cpu" else torch.float64
+    bound = 1e-4 if dtype == torch.float32 else 1e-11
+    rows, keys = (torch.tensor(starts, dtype=torch.int32) for starts in ([0, 5, 5, 12], [0, 8, 8, 15]))
+    q, k, v = torch.randn(12, 4, 16, dtype=dtype), torch.randn(15, 2, 16, dtype=dtype), torch.randn(15, 2, 8, dtype=dtype)
+    given = {name: value for name, value in options.items() if name != "slopes"}
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    if "slopes" in options:
+        given["alibi_slopes"] = torch.rand(3, 4).requires_grad_()
+        leaves.append(given["alibi_slopes"])
+    out, lse, _ = fa.flash_attn_varlen_func(q, k, v, rows, keys, 7, 8, return_attn_probs=True, **given)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    found = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    names = {"softmax_scale": "scale", "window_size": "window"}
+    for n, (a, b, c, d) in {0: (0, 5, 0, 8), 2: (5, 12, 8, 15)}.items():
+        own = {names.get(name, name): value for name, value in given.items() if name != "alibi_slopes"}
+        if "slopes" in options:
+            own["slopes"] = host(given["alibi_slopes"][n])
+        right, right_lse = attention(q[a:b], k[c:d], v[c:d], **own)
+        np.testing.assert_allclose(host(out[a:b]), right, rtol=bound, atol=bound)
+        np.testing.assert_allclose(host(lse[:, a:b].T), right_lse, rtol=1e-5, atol=1e-5)
+        wanted = gradients(q[a:b], k[c:d], v[c:d], dout[a:b], dlse[:, a:b].T, **own)
+        for one, other, part in zip(found, wanted[:3], (slice(a, b), slice(c, d), slice(c, d))):
+            np.testing.assert_allclose(host(one[part]), other, rtol=max(bound, 1e-9), atol=max(bound, 1e-9))
+        if "slopes" in options:
+            np.testing.assert_allclose(host(found[3][n]), wanted[4], rtol=1e-3, atol=1e-3)
+
+
+def test_packed_sequences_of_odd_shapes():
+    """No sequences; keys that nobody sees, and rows without keys; packed arrays; torch's own checks of the operator."""
+    torch = pytest.importorskip("torch")
+    from longspan.torch._groups import alone_name
+
+    empty, none = torch.randn(0, 4, 16, requires_grad=True), torch.tensor([0], dtype=torch.int32)
+    out = fa.flash_attn_varlen_func(empty, empty, empty, none, none.clone(), 0, 0)
+    assert torch.autograd.grad(out.sum(), empty)[0].shape == (0, 4, 16)
+    q, kv = torch.randn(6, 4, 16, requires_grad=True), torch.randn(9, 2, 2, 16)
+    kv[7:] = torch.nan  # of no sequence
+    kv.requires_grad_()
+    rows, keys = torch.tensor([0, 4, 6], dtype=torch.int32), torch.tensor([0, 7, 7], dtype=torch.int32)
+    out = fa.flash_attn_varlen_kvpacked_func(q, kv, rows, keys, 4, 7, causal=True)
+    dq, dkv = torch.autograd.grad(out, (q, kv), torch.ones_like(out))
+    assert torch.isfinite(dq).all() and not out[4:].any() and not dq[4:].any() and not dkv[7:].any()
+    qkv, starts = torch.randn(9, 3, 4, 16, requires_grad=True), torch.tensor([0, 4, 9])
+    out = fa.flash_attn_varlen_qkvpacked_func(qkv, starts, 5, causal=True)
+    assert torch.equal(out, fa.flash_attn_varlen_func(*qkv.unbind(1), starts, starts, 5, 5, causal=True))
+    pages = torch.randn(3, 4, 2, 16, requires_grad=True)
+    with pytest.raises(longspan.UnsupportedError, match="block_table"):
+        fa.flash_attn_varlen_func(q, pages, pages, rows, keys, 4, 7, block_table=torch.zeros(2, 2, dtype=torch.int32))
+    args = q, *kv[:7].unbind(1), rows, keys.diff(), None, None, alone_name(q.device.type)
+    torch.library.opcheck(torch.ops.longspan.attend_packed.default, args, dict(max_seqlen_q=4, max_seqlen_k=7, causal=True))
+
+
 def test_varlen_attn_of_torch():
     torch = pytest.importorskip("torch")
     from collections import namedtuple

@@ -13,7 +13,7 @@ venv=$build/venv
 
 packages=(scikit-build-core nanobind numpy ml_dtypes pytest pytest-xdist hypothesis)
 ! command -v mpirun >/dev/null || packages+=(mpi4py)
-[ -z "${LONGSPAN_PYTHON_TORCH:-}" ] || packages+=(torch transformers)
+[ -z "${LONGSPAN_PYTHON_TORCH:-}" ] || packages+=(torch transformers accelerate)
 fail() {
   printf 'longspan: %s\n' "$*" >&2
   exit 1

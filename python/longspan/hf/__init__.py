@@ -9,8 +9,8 @@
 
 Every rank runs the same program on the same input_ids, gets the same tokens, and holds all weights.
 Without a ShardedCache the attention "longspan" is that of one process, over any cache. Inside
-longspan.torch.context_parallel each rank has its own tokens, and attention is that of all ranks; so models train
-(docs/guides/training.md in the repository). Unsupported are, and refused by name: zeros of a mask between ones, the
+longspan.torch.context_parallel each rank has its own tokens, and attention is that of all ranks; so models train, and
+ShardedTraining makes transformers' Trainer do so (docs/guides/training.md in the repository). Unsupported are, and refused by name: zeros of a mask between ones, the
 caller's own masks, chunked and linear layers, position_bias, beams, models that compute attention themselves, caches of
 latent keys.
 """
@@ -21,8 +21,9 @@ from ._attention import attention, mask
 from ._cache import ShardedCache
 from ._prefill import prefill
 from ._sealed import NAME
+from ._trainer import ShardedTraining
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, mask)
 
-__all__ = ["ShardedCache", "prefill"]
+__all__ = ["ShardedCache", "ShardedTraining", "prefill"]

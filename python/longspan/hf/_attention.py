@@ -19,7 +19,7 @@ from ._sealed import NAME, Held, Mask, Share, shares
 # Arguments that models pass to attention, and that change no result.
 _NO_MATTER = frozenset((
     "cache", "cache_position", "logits_to_keep", "num_items_in_batch", "output_hidden_states", "output_router_logits",
-    "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache"))
+    "past_key_values", "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache"))
 
 _masks: dict[tuple, type] = {}
 

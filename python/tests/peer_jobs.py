@@ -132,49 +132,13 @@ def wrong_ring_calls(group):
     return messages
 
 
-def models_of_flash_attention_2(group, ranks):
-    """A Llama of transformers that asks for flash_attention_2: logits and gradients are those of the whole."""
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
-        use_cache=False))
-    ids, starts = torch.arange(24)[None] % 32, torch.tensor([0, 7, 24])
-    positions = torch.cat([torch.arange(7), torch.arange(17)])[None]
-    gradients = []
-    for sharded in (False, True):
-        model.zero_grad()
-        if sharded:
-            ring.substitute_hf_flash_attn(group, heads_k_stride=1)
-            ring.update_ring_flash_attn_params(starts, group)
-            model.config._attn_implementation = "flash_attention_2"  # without the package flash_attn
-            logits = model(ids.chunk(ranks, 1)[group.rank()], position_ids=positions.chunk(ranks, 1)[group.rank()]).logits
-        else:
-            model.set_attn_implementation("eager")
-            parts = [model(ids[:, a:b]).logits for a, b in ((0, 7), (7, 24))]
-            logits = torch.cat(parts, 1).chunk(ranks, 1)[group.rank()]
-        gradients.append([logits.detach()])
-        logits.square().sum().backward()
-        for p in model.parameters():
-            torch.distributed.all_reduce(p.grad, group=group)
-            gradients[-1].append(p.grad.clone())
-    for one, other in zip(*gradients):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    try:
-        model(ids.expand(2, -1))
-        raise AssertionError("a batch was taken")
-    except longspan.UnsupportedError as error:
-        assert "a batch of several" in str(error)
-
-
 def context_parallel_case(group, causal, compiled, load_balance, rotate, forward_only, dtype, batch, heads, tokens, dim):
     """RingAttentionTest.test_ring_attention_sdpa: out and gradients, with inputs of [0, 1) and their bounds. The reference is
     of fp32: that of bf16 on a CPU rounds within its sums."""
     ranks = group.size()
     make = torch.Generator().manual_seed(10)
-    q, k, v = (torch.rand(batch, heads, ranks * tokens, dim, generator=make).to(getattr(torch, dtype)).requires_grad_()
-               for _ in range(3))
+    q, k, v = (torch.rand(batch, heads, ranks * tokens, dim, generator=make, device="cpu").to(DEVICE, getattr(torch, dtype))
+               .requires_grad_() for _ in range(3))
     own = [t.detach().clone() for t in (q, k, v)]
     wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
     right = sdpa_before(*wide, is_causal=causal)

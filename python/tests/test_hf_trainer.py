@@ -66,6 +66,11 @@ def test_accelerates_own_context(torch_ranks):
     torch_ranks.values(2, jobs.accelerates_own_context)
 
 
+def test_models_of_flash_attention_2(torch_ranks):
+    """ring-flash-attention's adapter of transformers."""
+    torch_ranks.values(2, jobs.models_of_flash_attention_2)
+
+
 def test_refusals():
     def loader(**options):
         return jobs.raised(lambda: jobs.trainer("equal", 2, **options).get_train_dataloader())

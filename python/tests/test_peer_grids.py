@@ -115,11 +115,6 @@ def test_wrong_calls_of_ring_flash_attention(torch_ranks):
             assert message is not None and wanted in message, (message, wanted)
 
 
-def test_models_of_flash_attention_2(torch_ranks):
-    pytest.importorskip("transformers", minversion="5")
-    torch_ranks.values(2, jobs.models_of_flash_attention_2, 2)
-
-
 def test_names_are_those_of_ring_flash_attention():
     """The arguments, as version 0.1.8 has them."""
     tail = ["dropout_p", "softmax_scale", "causal", "window_size", "alibi_slopes", "deterministic", "return_attn_probs", "group"]

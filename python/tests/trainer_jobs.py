@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import longspan.hf
 import longspan.torch as lt
+from longspan import ring_flash_attn as ring
 
 transformers.logging.set_verbosity_error()
 
@@ -150,3 +151,34 @@ def accelerates_own_context(group):
     for p, other in zip(own.parameters(), right.parameters()):
         dist.all_reduce(p.grad, group=group)
         torch.testing.assert_close(p.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def models_of_flash_attention_2(group):
+    """A Llama of transformers that asks for flash_attention_2: logits and gradients are those of the whole."""
+    own, ranks = model(), group.size()
+    ids, starts = torch.arange(24)[None] % 32, torch.tensor([0, 7, 24])
+    positions = torch.cat([torch.arange(7), torch.arange(17)])[None]
+    gradients = []
+    for sharded in (False, True):
+        own.zero_grad()
+        if sharded:
+            ring.substitute_hf_flash_attn(group, heads_k_stride=1)
+            ring.update_ring_flash_attn_params(starts, group)
+            own.config._attn_implementation = "flash_attention_2"  # without the package flash_attn
+            logits = own(ids.chunk(ranks, 1)[group.rank()], position_ids=positions.chunk(ranks, 1)[group.rank()]).logits
+        else:
+            own.set_attn_implementation("eager")
+            parts = [own(ids[:, a:b]).logits for a, b in ((0, 7), (7, 24))]
+            logits = torch.cat(parts, 1).chunk(ranks, 1)[group.rank()]
+        gradients.append([logits.detach()])
+        logits.square().sum().backward()
+        for p in own.parameters():
+            torch.distributed.all_reduce(p.grad, group=group)
+            gradients[-1].append(p.grad.clone())
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    try:
+        own(ids.expand(2, -1))
+        raise AssertionError("a batch was taken")
+    except longspan.UnsupportedError as error:
+        assert "a batch of several" in str(error)

@@ -180,6 +180,21 @@ def test_packed_sequences_of_odd_shapes():
     torch.library.opcheck(torch.ops.longspan.attend_packed.default, args, dict(max_seqlen_q=4, max_seqlen_k=7, causal=True))
 
 
+def test_compiled():
+    """longspan.attend and the functions over it, with gradients, in one graph."""
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(n, 4, 16, requires_grad=True) for n in (12, 15, 15))
+    rows, keys = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor([0, 8, 15], dtype=torch.int32)
+    for call in (lambda q, k, v: fa.flash_attn_varlen_func(q, k, v, rows, keys, 7, 8, causal=True),
+                 lambda q, k, v: fa.flash_attn_varlen_func(q, k[:12], v[:12], rows, rows, 7, 7, window_size=(3, 0)),
+                 lambda q, k, v: fa.flash_attn_func(q[None], k[None], v[None], causal=True),
+                 lambda q, k, v: longspan.attend(q, k, v, softcap=2.0)):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for one, other in zip(*(torch.autograd.grad(f(q, k, v).square().sum(), (q, k, v)) for f in (compiled, call))):
+            torch.testing.assert_close(one, other)
+
+
 def test_varlen_attn_of_torch():
     torch = pytest.importorskip("torch")
     from collections import namedtuple

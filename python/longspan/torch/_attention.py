@@ -314,7 +314,7 @@ def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, causal, softmax_sca
     if not isinstance(causal, bool):
         raise UnsupportedError("causal has a flag for each sequence, and the call is recorded for a backward, in which that is "
                                "not supported: give True or False, or call it under torch.no_grad()")
-    if comm is None:
+    if comm is None and not torch.compiler.is_compiling():
         warn_of_others("attend")
     name = alone_name(q.device.type) if comm in (None, ALONE) else name_of(comm, None, q.device.type)
     refuse(contradiction(q, k, v, comm=known(name).comm, keys=keys, queries=queries, total_keys=total_keys,

@@ -60,7 +60,7 @@ def _backward_kernel(dout, dlse, q, k, v, out, lse, cu_seqlens_q, cache_seqlens,
         k, v = k.contiguous(), v.clone(memory_format=torch.contiguous_format)
     options |= dict(heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], value_dim=v.shape[2], dtype=q.dtype,
                     window_size=(window_left, window_right), max_queries=_rounded(q.shape[0]), max_batch=batch,
-                    max_seqlen_k=_rounded(max_seqlen_k))
+                    max_seqlen_k=_rounded(max_seqlen_k or k.shape[0]))
     key = ("packed", *options.values())
     layer = world.trainers.get(key)
     if layer is None:

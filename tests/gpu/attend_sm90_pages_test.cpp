@@ -36,6 +36,25 @@ TEST(AttendSm90Pages, PageSizes) {
       }
 }
 
+/// Keys and values of two widths, in the result, in states, and from states.
+TEST(AttendSm90Pages, ValuesOfAnotherWidth) {
+  LONGSPAN_NEEDS_HOPPER();
+  struct Widths {
+    int keys, values;
+  };
+  for (const Widths& widths :
+       {Widths{192, 128}, Widths{168, 40}, Widths{96, 64}, Widths{128, 64}, Widths{64, 128}})
+    for (const int page : {1, 16, 64})
+      for (const float softcap : {0.0f, 3.0f}) {
+        Serving s = mixed(page == 1 ? DType::fp16 : DType::bf16, widths.keys, page);
+        s.value_dim = widths.values;
+        s.softcap = softcap;
+        check_dealt(s, {.on_hopper = true});
+        s.alibi = Alibi::context;
+        check_dealt(s, {.ranks = 3, .on_hopper = true, .chain = true, .finished = softcap == 0.0f});
+      }
+}
+
 TEST(AttendSm90Pages, Masks) {
   LONGSPAN_NEEDS_HOPPER();
   for (const int page : {16, 24, 128})
@@ -129,6 +148,8 @@ TEST(AttendSm90Pages, WhatItDoesNotTake) {
   EXPECT_TRUE(taken([](Params&) {}));
   EXPECT_FALSE(taken([](Params& o) { o.head_dim = o.value_dim = 64; }));
   EXPECT_FALSE(taken([](Params& o) { o.head_dim = o.value_dim = 256; }));
+  EXPECT_TRUE(taken([](Params& o) { o.head_dim = 192; }));
+  EXPECT_FALSE(taken([](Params& o) { o.head_dim = 256; }));
   EXPECT_FALSE(taken([](Params& o) { o.kv_dtype = DType::e4m3; }));
   EXPECT_FALSE(taken([](Params& o) { o.k.page_stride += 4; }));
   EXPECT_FALSE(taken([](Params& o) { o.v.dim_stride = 16; }));  // keys of a column side by side

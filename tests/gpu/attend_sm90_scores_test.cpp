@@ -38,7 +38,7 @@ double largest_product(const Case& c, const Data& data) {
   double largest = 0;
   const int group = c.heads / c.kv_heads;
   for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
-    const launcher::RowMajor keys = matrix_of(c, data.k[0], c.kv_lens[0], kv_head);
+    const launcher::RowMajor keys = matrix_of(c, data.k[0], c.dim, c.kv_lens[0], kv_head);
     for (std::int64_t t = 0; t < c.tokens(); ++t)
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         Eigen::VectorXd q(c.dim);

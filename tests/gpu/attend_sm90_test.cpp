@@ -25,16 +25,49 @@ TEST(AttendSm90, EveryHeadDim) {
             3);
 }
 
+/// Of keys and values. The instance for 192/128 also serves narrower ones; the others have values
+/// as wide as keys, and either may be narrower.
+struct Widths {
+  int keys, values;
+};
+constexpr Widths kWidths[] = {{192, 128}, {192, 64}, {184, 120}, {136, 8},   {160, 96},
+                              {96, 64},   {128, 64}, {128, 88},  {256, 128}, {64, 32},
+                              {64, 128},  {48, 80},  {80, 192},  {72, 256}};
+
+TEST(AttendSm90, ValuesOfAnotherWidth) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const DType dtype : kTypes)
+    for (const Widths& widths : kWidths) {
+      Case c{.dtype = dtype,
+             .heads = 4,
+             .kv_heads = 2,
+             .dim = widths.keys,
+             .value_dim = widths.values,
+             .q_lens = {130},
+             .kv_lens = {333},
+             .mask = {.causal = true},
+             .sinks = true,
+             .seed = fresh_seed()};
+      check(c, 3);
+      c.softcap = 3;
+      check(c, 5);
+      c.alibi = Alibi::query;
+      check(c, 5);
+    }
+}
+
 // Rows come in tiles of 128 and 192, keys in tiles of 80, 112, 128 and 160.
 TEST(AttendSm90, EdgesOfTiles) {
   LONGSPAN_NEEDS_HOPPER();
-  for (int dim : {64, 80, 128, 192, 256})
+  for (const Widths& widths : {Widths{64, 64}, Widths{80, 80}, Widths{128, 128}, Widths{192, 128},
+                               Widths{192, 192}, Widths{256, 256}})
     for (int q_len : {1, 64, 127, 128, 129, 192, 193})
       for (int kv_len : {1, 79, 80, 112, 127, 128, 129, 160, 161, 321})
         for (bool causal : {false, true})
           check({.heads = 1,
                  .kv_heads = 1,
-                 .dim = dim,
+                 .dim = widths.keys,
+                 .value_dim = widths.values,
                  .q_lens = {q_len},
                  .kv_lens = {kv_len},
                  .mask = {.causal = causal},
@@ -45,11 +78,14 @@ TEST(AttendSm90, EdgesOfTiles) {
 
 TEST(AttendSm90, EveryMaskInUnevenBatches) {
   LONGSPAN_NEEDS_HOPPER();
-  for (int dim : {64, 80, 96, 128, 192, 256})
+  for (const Widths& widths :
+       {Widths{64, 64}, Widths{80, 80}, Widths{96, 96}, Widths{96, 64}, Widths{128, 128},
+        Widths{192, 128}, Widths{192, 192}, Widths{256, 256}})
     for (const Mask& mask : kMasks)
       check({.heads = 3,
              .kv_heads = 1,
-             .dim = dim,
+             .dim = widths.keys,
+             .value_dim = widths.values,
              .q_lens = {200, 1, 0, 300, 17, 40},
              .kv_lens = {200, 500, 30, 64, 900, 0},
              .mask = mask,
@@ -101,7 +137,10 @@ TEST(AttendSm90, Shards) {
         for (const std::optional<Alibi> alibi :
              {std::optional<Alibi>{}, std::optional{Alibi::context}, std::optional{Alibi::query}}) {
           tests::Serving s{.heads = 6,
-                           .dim = ranks == 2 ? 256 : 128,
+                           .dim = ranks == 2   ? 256
+                                  : ranks == 3 ? 192
+                                               : 128,
+                           .value_dim = ranks == 2 ? 256 : 128,
                            .dtype = DType::bf16,
                            .q_lens = {reduced(300, 60), 40, reduced(170, 130), 20},
                            .kv_lens = {reduced(3000, 600), 130, reduced(170, 130), 20},
@@ -246,6 +285,9 @@ TEST(AttendSm90, AcceptsByName) {
   };
   EXPECT_TRUE(refuses([](auto& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }));
   EXPECT_TRUE(refuses([](auto& p) { p.head_dim = p.value_dim = 40; }));
+  EXPECT_TRUE(refuses([](auto& p) { p.value_dim = 60; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.value_dim = 40; }));
+  EXPECT_FALSE(refuses([](auto& p) { p.head_dim = 192; }));
   EXPECT_FALSE(refuses([](auto& p) { p.score.softcap = 30; }));
   EXPECT_FALSE(refuses([](auto& p) { p.bias.slopes = Floats(p.q.data, DType::fp32); }));
   EXPECT_TRUE(refuses([](auto& p) { p.bias = {Floats(p.q.data, DType::fp32), Alibi::sqrt}; }));

@@ -88,6 +88,7 @@ struct Cut {
 struct Case {
   DType dtype = DType::bf16;
   int heads = 4, kv_heads = 2, dim = 64;
+  int value_dim = 0;  // 0: dim
   std::vector<int> q_lens{8}, kv_lens{300};
   Mask mask{};
   std::vector<std::uint8_t> causal{};  // of each sequence, in place of the mask's; or none
@@ -107,6 +108,7 @@ struct Case {
   static constexpr std::int64_t kDropoutSeed[] = {-11, 12};
   static constexpr int kFirstHead = 3;
 
+  int of_value() const { return value_dim > 0 ? value_dim : dim; }
   int batch() const { return static_cast<int>(q_lens.size()); }
   std::int64_t tokens() const {
     std::int64_t sum = 0;
@@ -123,7 +125,8 @@ struct Case {
     p.tokens = tokens();
     p.heads = heads;
     p.kv_heads = kv_heads;
-    p.head_dim = p.value_dim = dim;
+    p.head_dim = dim;
+    p.value_dim = of_value();
     p.batch.size = batch();
     p.mask = mask;
     p.score = {scale_used(), softcap};
@@ -143,7 +146,8 @@ struct Case {
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Case& c) {
-  out << name(c.dtype) << " heads " << c.heads << "/" << c.kv_heads << " dim " << c.dim << " q";
+  out << name(c.dtype) << " heads " << c.heads << "/" << c.kv_heads << " dim " << c.dim << "/"
+      << c.of_value() << " q";
   for (int n : c.q_lens) out << " " << n;
   out << " kv";
   for (int n : c.kv_lens) out << " " << n;
@@ -165,9 +169,9 @@ inline double work_of(const Case& c) {
 
 /// The data of a case: whole sequences on the host.
 struct Data {
-  std::vector<std::byte> q;               // [tokens, heads, dim]
-  std::vector<std::vector<std::byte>> k;  // of each sequence [kv_len, kv_heads, dim]
-  std::vector<std::vector<std::byte>> v;
+  std::vector<std::byte> q;                         // [tokens, heads, dim]
+  std::vector<std::vector<std::byte>> k;            // of each sequence [kv_len, kv_heads, dim]
+  std::vector<std::vector<std::byte>> v;            // [kv_len, kv_heads, value_dim]
   std::vector<float> sinks;                         // [heads]
   std::vector<float> slopes;                        // [heads], as published
   std::vector<std::vector<std::int64_t>> permuted;  // listed: all positions, in random order
@@ -177,9 +181,12 @@ struct Data {
     std::mt19937 rng(c.seed);
     std::uint32_t tensor = 1;
     for (int len : c.kv_lens) {
-      for (auto* of : {&k, &v})
-        of->push_back(tests::random_elements(c.dtype, std::int64_t{len} * c.kv_heads * c.dim,
-                                             c.seed, tensor++));
+      const auto drawn = [&](int dim) {
+        return tests::random_elements(c.dtype, std::int64_t{len} * c.kv_heads * dim, c.seed,
+                                      tensor++);
+      };
+      k.push_back(drawn(c.dim));
+      v.push_back(drawn(c.of_value()));
       permuted.emplace_back(static_cast<std::size_t>(len));
       for (int i = 0; i < len; ++i) permuted.back()[static_cast<std::size_t>(i)] = i;
       std::shuffle(permuted.back().begin(), permuted.back().end(), rng);

@@ -37,7 +37,7 @@ inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
     top = std::max(top, s);
   }
   float sum = sink ? std::exp(static_cast<float>(*sink) - top) : 0.0f;
-  Eigen::VectorXf out = Eigen::VectorXf::Zero(c.dim);
+  Eigen::VectorXf out = Eigen::VectorXf::Zero(c.of_value());
   for (Eigen::Index i = 0; i < keys.rows(); ++i) {
     const float weight = std::exp(scores[static_cast<std::size_t>(i)] - top);
     sum += weight;
@@ -48,12 +48,12 @@ inline Eigen::VectorXd attend_plainly(const Case& c, const Eigen::VectorXd& q,
 }
 
 /// One head [kv_len, dim] of a sequence's keys or values.
-inline launcher::RowMajor matrix_of(const Case& c, const std::vector<std::byte>& rows,
+inline launcher::RowMajor matrix_of(const Case& c, const std::vector<std::byte>& rows, int dim,
                                     std::int64_t kv_len, int kv_head) {
-  launcher::RowMajor matrix(kv_len, c.dim);
+  launcher::RowMajor matrix(kv_len, dim);
   for (std::int64_t i = 0; i < kv_len; ++i)
-    for (int d = 0; d < c.dim; ++d)
-      matrix(i, d) = launcher::load(rows.data(), c.dtype, (i * c.kv_heads + kv_head) * c.dim + d);
+    for (int d = 0; d < dim; ++d)
+      matrix(i, d) = launcher::load(rows.data(), c.dtype, (i * c.kv_heads + kv_head) * dim + d);
   return matrix;
 }
 
@@ -68,9 +68,9 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
     const std::int64_t kv_len = c.kv_lens[static_cast<std::size_t>(b)];
     for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
       const launcher::RowMajor keys =
-          matrix_of(c, data.k[static_cast<std::size_t>(b)], kv_len, kv_head);
+          matrix_of(c, data.k[static_cast<std::size_t>(b)], c.dim, kv_len, kv_head);
       const launcher::RowMajor values =
-          matrix_of(c, data.v[static_cast<std::size_t>(b)], kv_len, kv_head);
+          matrix_of(c, data.v[static_cast<std::size_t>(b)], c.of_value(), kv_len, kv_head);
       for (std::int64_t t = 0; t < q_len; t += stride)
         for (int g = 0; g < group; ++g) {
           const int head = kv_head * group + g;
@@ -85,7 +85,7 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
           if (c.sinks) sink = data.sinks[static_cast<std::size_t>(head)];
           const launcher::Exact exact = launcher::attend_exactly(
               q, keys, values, seen, c.scale_used(), c.softcap, sink, bias, kept);
-          Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.dim);
+          Eigen::VectorXd plain = Eigen::VectorXd::Zero(c.of_value());
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
@@ -95,8 +95,8 @@ inline Judgement judge(const Case& c, const Data& data, const Result& result, in
                 c, q, k, v, sink, own,
                 kept.empty() ? std::span<const double>() : std::span(kept).subspan(seen.begin));
           }
-          for (int d = 0; d < c.dim; ++d) {
-            const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
+          for (int d = 0; d < c.of_value(); ++d) {
+            const double got = launcher::load(result.out.data(), c.dtype, row * c.of_value() + d);
             difference += (got - exact.out[d]) * (got - exact.out[d]);
             difference_plain += (plain[d] - exact.out[d]) * (plain[d] - exact.out[d]);
             size += exact.out[d] * exact.out[d];
@@ -132,8 +132,8 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
   for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
     const std::int64_t q_len = c.q_lens[b], kv_len = c.kv_lens[b];
     for (int kv_head = 0; kv_head < c.kv_heads; ++kv_head) {
-      const launcher::RowMajor keys = matrix_of(c, data.k[b], kv_len, kv_head);
-      const launcher::RowMajor values = matrix_of(c, data.v[b], kv_len, kv_head);
+      const launcher::RowMajor keys = matrix_of(c, data.k[b], c.dim, kv_len, kv_head);
+      const launcher::RowMajor values = matrix_of(c, data.v[b], c.of_value(), kv_len, kv_head);
       const int group = c.heads / c.kv_heads;
       for (std::int64_t t = 0; t < q_len; t += stride)
         for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
@@ -149,9 +149,9 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
           const launcher::Exact exact = launcher::attend_exactly(
               q, keys, values, seen, c.scale_used(), c.softcap, sink, bias, kept);
           const double lse = result.lse[static_cast<std::size_t>(row)];
-          double lse_off = 4 * 0x1p-24 * std::abs(exact.lse);    // a sink alone, to base 2 and back
-          Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.dim);  // by rounding weights
-          double single = kSingle;                               // the error of fp32 in a weight
+          double lse_off = 4 * 0x1p-24 * std::abs(exact.lse);  // a sink alone, to base 2 and back
+          Eigen::VectorXd moved = Eigen::VectorXd::Zero(c.of_value());  // by rounding weights
+          double single = kSingle;  // the error of fp32 in a weight
           if (!seen.empty()) {
             const auto k = keys.middleRows(seen.begin, seen.end - seen.begin);
             const auto v = values.middleRows(seen.begin, seen.end - seen.begin);
@@ -179,8 +179,8 @@ inline void expect_within_rounding(const Case& c, const Data& data, const Result
             EXPECT_EQ(lse, exact.lse);
           else
             EXPECT_NEAR(lse, exact.lse, lse_off) << "row " << row;
-          for (int d = 0; d < c.dim; ++d) {
-            const double got = launcher::load(result.out.data(), c.dtype, row * c.dim + d);
+          for (int d = 0; d < c.of_value(); ++d) {
+            const double got = launcher::load(result.out.data(), c.dtype, row * c.of_value() + d);
             const double bound = moved[d] + (std::abs(exact.out[d]) + moved[d]) * unit +
                                  single * std::abs(exact.out[d]) + smallest;
             EXPECT_LE(std::abs(got - exact.out[d]), bound) << "row " << row << " column " << d;

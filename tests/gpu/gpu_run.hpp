@@ -10,7 +10,7 @@
 namespace longspan::test {
 
 struct Result {
-  std::vector<std::byte> out;  // [tokens, heads, dim] of the case's dtype
+  std::vector<std::byte> out;  // [tokens, heads, value_dim] of the case's dtype
   std::vector<float> lse;      // [tokens, heads]
 };
 
@@ -28,9 +28,11 @@ inline std::vector<std::byte> spread(const std::vector<std::byte>& rows, std::si
 class GpuRun {
  public:
   GpuRun(const Case& c, const Data& data) : c_(c), backend_(kernels::cuda_backend()) {
-    const std::int64_t row = std::int64_t{c.kv_heads} * c.dim;
     const std::size_t size = size_of(c.dtype),
-                      q_row = static_cast<std::size_t>(std::int64_t{c.heads} * c.dim) * size;
+                      q_row = static_cast<std::size_t>(std::int64_t{c.heads} * c.dim) * size,
+                      k_row = static_cast<std::size_t>(std::int64_t{c.kv_heads} * c.dim) * size,
+                      v_row =
+                          static_cast<std::size_t>(std::int64_t{c.kv_heads} * c.of_value()) * size;
     q_ = OnGpu<std::byte>(spread(data.q, q_row, static_cast<std::size_t>(c.q_gap) * size));
     sinks_ = OnGpu<float>(data.sinks);
     slopes_ = OnGpu<float>(data.slopes);
@@ -68,20 +70,19 @@ class GpuRun {
           for (std::int64_t i = 0; i < host.local_len(len); ++i)
             positions.push_back(host.position(i, len));
         }
-        const auto append = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from) {
-          const std::size_t bytes = static_cast<std::size_t>(row) * size_of(c.dtype);
+        const auto append = [&](std::vector<std::byte>& to, const std::vector<std::byte>& from,
+                                std::size_t bytes) {
           for (std::int64_t position : positions) {
             const auto first = from.begin() + position * static_cast<std::int64_t>(bytes);
             to.insert(to.end(), first, first + static_cast<std::int64_t>(bytes));
           }
         };
-        append(k, data.k[static_cast<std::size_t>(b)]);
-        append(v, data.v[static_cast<std::size_t>(b)]);
+        append(k, data.k[static_cast<std::size_t>(b)], k_row);
+        append(v, data.v[static_cast<std::size_t>(b)], v_row);
       }
-      const std::size_t bytes = static_cast<std::size_t>(row) * size,
-                        gap = static_cast<std::size_t>(c.kv_gap) * size;
-      on.k = OnGpu<std::byte>(spread(k, bytes, gap));
-      on.v = OnGpu<std::byte>(spread(v, bytes, gap));
+      const std::size_t gap = static_cast<std::size_t>(c.kv_gap) * size;
+      on.k = OnGpu<std::byte>(spread(k, k_row, gap));
+      on.v = OnGpu<std::byte>(spread(v, v_row, gap));
       on.table = OnGpu<std::int64_t>(table);
       on.key_start = OnGpu<std::int64_t>(static_cast<std::size_t>(c.batch()));
       if (!table.empty() || c.layout == Layout::listed) on.shard.table = on.table.data();
@@ -90,7 +91,7 @@ class GpuRun {
     out_ = OnGpu<std::byte>(static_cast<std::size_t>(c.tokens() * out_row()) * size);
     lse_ = OnGpu<float>(static_cast<std::size_t>(c.tokens() * c.heads));
     states_.rows = c.tokens() * c.heads;
-    states_.dim = c.dim;
+    states_.dim = c.of_value();
     states_.slots = c.ranks;
     state_memory_ = OnGpu<std::byte>(static_cast<std::size_t>(states_.slot_bytes() * c.ranks));
     states_.data = state_memory_.data();
@@ -161,11 +162,13 @@ class GpuRun {
 
   kernels::AttendParams params(int rank) const {
     const Rank& on = ranks_[static_cast<std::size_t>(rank)];
-    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim + c_.kv_gap;
+    const auto rows = [&](const OnGpu<std::byte>& memory, int dim) {
+      return kernels::KvRows(memory.data(), std::int64_t{c_.kv_heads} * dim + c_.kv_gap, dim);
+    };
     kernels::AttendParams p = bounds();
     p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim + c_.q_gap, c_.dim};
-    p.k = {on.k.data(), row, c_.dim};
-    p.v = {on.v.data(), row, c_.dim};
+    p.k = rows(on.k, c_.dim);
+    p.v = rows(on.v, c_.of_value());
     if (lengths_on_device())
       p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), on.key_start.data()};
     if (!c_.causal.empty()) p.batch.causal = causal_.data();
@@ -203,13 +206,13 @@ class GpuRun {
     m.sinks = c_.sinks ? sinks_.data() : nullptr;
     m.tokens = c_.tokens();
     m.dtype = c_.dtype;
-    m.out = {out_.data(), out_row(), c_.dim};
+    m.out = {out_.data(), out_row(), c_.of_value()};
     m.lse = {lse_.data(), c_.heads, 1};
     m.batch = params(0).batch;
     return m;
   }
 
-  std::int64_t out_row() const { return std::int64_t{c_.heads} * c_.dim + c_.out_gap; }
+  std::int64_t out_row() const { return std::int64_t{c_.heads} * c_.of_value() + c_.out_gap; }
 
   Case c_;
   std::unique_ptr<kernels::Backend> backend_;

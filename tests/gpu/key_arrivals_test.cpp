@@ -53,17 +53,22 @@ class LateRows {
     words_ = OnGpu<std::uint64_t>(static_cast<std::size_t>(shard.ranks));
     report_ = OnGpu<std::uint64_t>(std::vector<std::uint64_t>{0});
     std::vector<std::byte> k, v;
-    for (const Stretch& one : own(keys_))
-      for (auto [to, from] : {std::pair{&k, &data.k[0]}, std::pair{&v, &data.v[0]}})
-        to->insert(to->end(), from->begin() + one.position * key_bytes(),
-                   from->begin() + (one.position + one.count) * key_bytes());
+    const auto append = [](std::vector<std::byte>& to, const std::vector<std::byte>& from,
+                           const Stretch& rows, std::int64_t bytes) {
+      to.insert(to.end(), from.begin() + rows.position * bytes,
+                from.begin() + (rows.position + rows.count) * bytes);
+    };
+    for (const Stretch& one : own(keys_)) {
+      append(k, data.k[0], one, c.kv_heads * head_bytes());
+      append(v, data.v[0], one, c.kv_heads * value_bytes());
+    }
     own_k_ = OnGpu<std::byte>(k);
     own_v_ = OnGpu<std::byte>(v);
     arrivals_.flags = flags_.data() + shard.rank;
     arrivals_.rank = shard.rank;
     arrivals_.ranks = shard.ranks;
-    arrivals_.k = rows_of(own_k_);
-    arrivals_.v = rows_of(own_v_);
+    arrivals_.k = rows_of(own_k_, c.dim);
+    arrivals_.v = rows_of(own_v_, c.of_value());
     arrivals_.portions = list_portions(keys_, shard.rank, arrivals_.portion);
     if (others == Others::send_all) {
       arrivals_.query_portions = list_portions(rows_, shard.rank, arrivals_.query_portion);
@@ -76,8 +81,8 @@ class LateRows {
   kernels::AttendParams params() const {
     kernels::AttendParams p = whole_.params();
     if (others_ == Others::send_all) p.q.data = q_.data();
-    p.k = rows_of(k_);
-    p.v = rows_of(v_);
+    p.k = rows_of(k_, c_.dim);
+    p.v = rows_of(v_, c_.of_value());
     p.batch = {};
     p.shard = {.length = keys()};
     p.arrivals = &arrivals_;
@@ -182,20 +187,23 @@ class LateRows {
     for (int p = 0; p < shard_.ranks; ++p) puts.among.flags[p] = flags_.data() + p;
     puts.done = done;
     const int some = arrivals_.heads_a_piece, group = c_.heads / c_.kv_heads;
-    const std::int64_t head = c_.dim * element();
     const auto put = [&](const OnGpu<std::byte>& to, const OnGpu<std::byte>& from,
-                         const Stretch& rows, std::int64_t row_bytes, int heads, int every) {
-      const std::int64_t first = rows.position * row_bytes;
+                         const Stretch& rows, std::int64_t head, int all_heads, int heads,
+                         int every) {
+      const std::int64_t row_bytes = all_heads * head, first = rows.position * row_bytes;
       puts.add(
           {from.data() + first, to.data() + first, row_bytes, row_bytes, row_bytes, rows.count},
           heads * head, every);
     };
     if (others_ == Others::send_all)
-      for (const Stretch& one : rows_[at(rank)]) put(q_, all_q_, one, query_bytes(), some, 1);
+      for (const Stretch& one : rows_[at(rank)])
+        put(q_, all_q_, one, head_bytes(), c_.heads, some, 1);
     const std::vector<Stretch>& all = keys_[at(rank)];
-    for (const Stretch& one : rank == shard_.rank ? ends_of(all, KeyArrivals::kMargin) : all)
-      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
-        put(*to, *from, one, key_bytes(), std::max(some / group, 1), std::max(group / some, 1));
+    const int heads = std::max(some / group, 1), every = std::max(group / some, 1);
+    for (const Stretch& one : rank == shard_.rank ? ends_of(all, KeyArrivals::kMargin) : all) {
+      put(k_, all_k_, one, head_bytes(), c_.kv_heads, heads, every);
+      put(v_, all_v_, one, value_bytes(), c_.kv_heads, heads, every);
+    }
     puts.divide();
     return puts;
   }
@@ -204,13 +212,14 @@ class LateRows {
   std::int64_t keys() const { return c_.kv_lens[0]; }
   std::int64_t rows() const { return c_.q_lens[0]; }
   std::int64_t element() const { return static_cast<std::int64_t>(size_of(c_.dtype)); }
-  std::int64_t key_bytes() const { return std::int64_t{c_.kv_heads} * c_.dim * element(); }
-  std::int64_t query_bytes() const { return std::int64_t{c_.heads} * c_.dim * element(); }
+  std::int64_t head_bytes() const { return c_.dim * element(); }
+  std::int64_t value_bytes() const { return c_.of_value() * element(); }
+  std::int64_t out_bytes() const { return c_.heads * value_bytes(); }
   const std::vector<Stretch>& own(const StretchesOfRanks& all) const {
     return all[at(shard_.rank)];
   }
-  kernels::KvRows rows_of(const OnGpu<std::byte>& memory) const {
-    return {memory.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
+  kernels::KvRows rows_of(const OnGpu<std::byte>& memory, int dim) const {
+    return {memory.data(), std::int64_t{c_.kv_heads} * dim, dim};
   }
 
   /// Every rank gets its own rows and lse. The last rank's come first, and after each rank's rows
@@ -221,7 +230,7 @@ class LateRows {
     for (int rank = shard_.ranks - 1; rank >= 0; --rank) {
       starts_[at(rank)] = bytes;
       const std::int64_t count = count_rows(rows_[at(rank)]);
-      bytes += (count * (query_bytes() + c_.heads * 4) + 15) / 16 * 16;
+      bytes += (count * (out_bytes() + c_.heads * 4) + 15) / 16 * 16;
     }
     there_ = OnGpu<std::byte>(at(bytes));
     for (std::int64_t row = 0; row < rows(); ++row)
@@ -229,14 +238,13 @@ class LateRows {
         for (const Stretch& one : rows_[at(rank)])
           if (one.position == row)  // so that they ascend
             places_.stretch[places_.stretches++] = {
-                static_cast<int>(row),
-                there_.data() + starts_[at(rank)] + one.first * query_bytes(),
+                static_cast<int>(row), there_.data() + starts_[at(rank)] + one.first * out_bytes(),
                 reinterpret_cast<float*>(there_.data() + lse_at(rank)) + one.first,
                 count_rows(rows_[at(rank)])};
   }
   /// The place of a rank's lse, in bytes.
   std::int64_t lse_at(int rank) const {
-    return starts_[at(rank)] + count_rows(rows_[at(rank)]) * query_bytes();
+    return starts_[at(rank)] + count_rows(rows_[at(rank)]) * out_bytes();
   }
 
   /// The rows of all ranks, in the order of the sequence.
@@ -246,8 +254,8 @@ class LateRows {
       const std::int64_t count = count_rows(rows_[at(rank)]);
       for (const Stretch& one : rows_[at(rank)])
         for (std::int64_t i = 0; i < one.count; ++i) {
-          std::copy_n(there.begin() + starts_[at(rank)] + (one.first + i) * query_bytes(),
-                      query_bytes(), result.out.begin() + (one.position + i) * query_bytes());
+          std::copy_n(there.begin() + starts_[at(rank)] + (one.first + i) * out_bytes(),
+                      out_bytes(), result.out.begin() + (one.position + i) * out_bytes());
           for (int h = 0; h < c_.heads; ++h)
             std::memcpy(&result.lse[at((one.position + i) * c_.heads + h)],
                         there.data() + lse_at(rank) + (h * count + one.first + i) * 4, 4);
@@ -257,9 +265,10 @@ class LateRows {
   }
 
   /// Copies the heads [begin, end) of `heads` of some rows.
-  void copy_heads(const OnGpu<std::byte>& to, const OnGpu<std::byte>& from, const Stretch& rows,
-                  int heads, int begin, int end, cudaStream_t stream) const {
-    const std::int64_t head = c_.dim * element(), row = heads * head;
+  static void copy_heads(const OnGpu<std::byte>& to, const OnGpu<std::byte>& from,
+                         const Stretch& rows, std::int64_t head, int heads, int begin, int end,
+                         cudaStream_t stream) {
+    const std::int64_t row = heads * head;
     const std::int64_t first = rows.position * row + begin * head;
     if (begin == end || rows.count == 0) return;
     EXPECT_EQ(cudaMemcpy2DAsync(to.data() + first, at(row), from.data() + first, at(row),
@@ -274,12 +283,13 @@ class LateRows {
     const int begin = static_cast<int>(piece - 1) * some, end = std::min(begin + some, c_.heads);
     if (others_ == Others::send_all)
       for (const Stretch& one : rows_[at(rank)])
-        copy_heads(q_, all_q_, one, c_.heads, begin, end, stream);
+        copy_heads(q_, all_q_, one, head_bytes(), c_.heads, begin, end, stream);
     const auto kv = [&](int head) { return static_cast<int>(divided_up(head, group)); };
     const std::vector<Stretch>& all = keys_[at(rank)];
-    for (const Stretch& one : rank == shard_.rank ? ends_of(all, KeyArrivals::kMargin) : all)
-      for (const auto& [to, from] : {std::pair{&k_, &all_k_}, std::pair{&v_, &all_v_}})
-        copy_heads(*to, *from, one, c_.kv_heads, kv(begin), kv(end), stream);
+    for (const Stretch& one : rank == shard_.rank ? ends_of(all, KeyArrivals::kMargin) : all) {
+      copy_heads(k_, all_k_, one, head_bytes(), c_.kv_heads, kv(begin), kv(end), stream);
+      copy_heads(v_, all_v_, one, value_bytes(), c_.kv_heads, kv(begin), kv(end), stream);
+    }
   }
 
   void send_digest(const OnGpu<std::uint64_t>& digests, int rank, cudaStream_t stream) {
@@ -397,13 +407,21 @@ TEST(KeyArrivals, StretchesOfAnyLength) {
 TEST(KeyArrivals, EveryMaskTileAndWayToScore) {
   LONGSPAN_NEEDS_HOPPER();
   for (const DType dtype : {DType::bf16, DType::fp16})
-    for (const int dim : {64, 80, 96, 128, 192, 256})
+    for (const auto& [dim, value_dim] : {std::pair{64, 64},
+                                         {80, 80},
+                                         {96, 96},
+                                         {96, 64},
+                                         {128, 128},
+                                         {192, 128},
+                                         {192, 192},
+                                         {256, 256}})
       for (const Mask& mask : kMasks)
         for (const float softcap : {0.0f, 20.0f}) {
           Case c{.dtype = dtype,
                  .heads = 3,
                  .kv_heads = 3,
                  .dim = dim,
+                 .value_dim = value_dim,
                  .q_lens = {250},
                  .kv_lens = {900},
                  .mask = mask,

@@ -18,15 +18,16 @@ class Sm90Run {
   Sm90Run(const Case& c, const Data& data)
       : c_(c), q_(data.q), sinks_(data.sinks), slopes_(data.slopes), causal_(c.causal) {
     constexpr std::int64_t kGap = 7;
-    const std::int64_t row_bytes =
-        std::int64_t{c.kv_heads} * c.dim * static_cast<std::int64_t>(size_of(c.dtype));
+    const std::int64_t heads_bytes = c.kv_heads * static_cast<std::int64_t>(size_of(c.dtype)),
+                       k_bytes = heads_bytes * c.dim, v_bytes = heads_bytes * c.of_value();
     std::vector<std::byte> k, v;
     std::vector<std::int64_t> key_start;
     std::vector<std::int32_t> query_start{0};
     for (std::size_t b = 0; b < c.q_lens.size(); ++b) {
       query_start.push_back(query_start.back() + c.q_lens[b]);
-      for (auto* to : {&k, &v}) to->insert(to->end(), kGap * row_bytes, std::byte{0xff});
-      key_start.push_back(static_cast<std::int64_t>(k.size()) / row_bytes);
+      k.insert(k.end(), kGap * k_bytes, std::byte{0xff});
+      v.insert(v.end(), kGap * v_bytes, std::byte{0xff});
+      key_start.push_back(static_cast<std::int64_t>(k.size()) / k_bytes);
       k.insert(k.end(), data.k[b].begin(), data.k[b].end());
       v.insert(v.end(), data.v[b].begin(), data.v[b].end());
     }
@@ -36,23 +37,23 @@ class Sm90Run {
     query_start_ = OnGpu<std::int32_t>(query_start);
     kv_len_ = OnGpu<std::int32_t>(std::vector<std::int32_t>(c.kv_lens.begin(), c.kv_lens.end()));
     rows_ = c.tokens() * c.heads;
-    out_ = OnGpu<std::byte>(static_cast<std::size_t>(rows_ * c.dim) * size_of(c.dtype));
+    out_ = OnGpu<std::byte>(static_cast<std::size_t>(rows_ * c.of_value()) * size_of(c.dtype));
     lse_ = OnGpu<float>(static_cast<std::size_t>(rows_));
-    state_ = OnGpu<std::byte>(static_cast<std::size_t>(kernels::StateSlots::bytes(rows_, c.dim)));
+    state_ =
+        OnGpu<std::byte>(static_cast<std::size_t>(kernels::StateSlots::bytes(rows_, c.of_value())));
     scratch_ = OnGpu<std::byte>(
         kernels::sm90::scratch_bytes(params(), kernels::cuda::current_gpu().multiprocessors));
   }
 
   kernels::AttendParams params() const {
-    const std::int64_t row = std::int64_t{c_.kv_heads} * c_.dim;
     kernels::AttendParams p = c_.params();
     p.q = {q_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
-    p.k = {k_.data(), row, c_.dim};
-    p.v = {v_.data(), row, c_.dim};
+    p.k = {k_.data(), std::int64_t{c_.kv_heads} * c_.dim, c_.dim};
+    p.v = {v_.data(), std::int64_t{c_.kv_heads} * c_.of_value(), c_.of_value()};
     p.batch = {c_.batch(), query_start_.data(), kv_len_.data(), key_start_.data()};
     if (!c_.causal.empty()) p.batch.causal = causal_.data();
     if (c_.alibi) p.bias = {Floats(slopes_.data()), *c_.alibi};
-    p.state = {state_.data(), rows_, c_.dim, 1};
+    p.state = {state_.data(), rows_, c_.of_value(), 1};
     p.scratch = scratch_.data();
     p.scratch_bytes = scratch_.buffer.bytes();
     return p;
@@ -67,7 +68,7 @@ class Sm90Run {
   kernels::sm90::Finished poisoned() {
     poison();
     kernels::sm90::Finished finished;
-    finished.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    finished.out = {out_.data(), std::int64_t{c_.heads} * c_.of_value(), c_.of_value()};
     finished.lse = {lse_.data(), c_.heads, 1};
     finished.sinks = c_.sinks ? sinks_.data() : nullptr;
     return finished;
@@ -88,7 +89,7 @@ class Sm90Run {
     m.sinks = c_.sinks ? sinks_.data() : nullptr;
     m.tokens = c_.tokens();
     m.dtype = c_.dtype;
-    m.out = {out_.data(), std::int64_t{c_.heads} * c_.dim, c_.dim};
+    m.out = {out_.data(), std::int64_t{c_.heads} * c_.of_value(), c_.of_value()};
     m.lse = {lse_.data(), c_.heads, 1};
     kernels::cuda_backend()->merge(m, {});
     return result();

@@ -121,7 +121,7 @@ constexpr CudaFamily kFamilies[] = {
         "scales or dropout"),
     hopper_e4m3(),
     hopper_by_arrivals<sm90::takes_16_bits>(
-        Family::hopper, "equal, 48 to 256 in steps of 8",
+        Family::hopper, "keys of 48 to 256, values up to 256, in steps of 8",
         "16 bits of one type, a positive scale, pages for heads of 81 to 192; no qq_bias, ALiBi "
         "sqrt, scales of tensors or dropout"),
     decode(),

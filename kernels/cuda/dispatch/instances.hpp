@@ -53,9 +53,9 @@ struct Instance {
   int bytes;  // of a block's dynamic shared memory; it has no other
 };
 
-/// They ascend in dim, then rows. For fp32 and tf32 `any16` stands for everything that is not
-/// plain. For hopper the bytes are those with ALiBi, which needs the most, and `any16` is also for
-/// pages and biases.
+/// They ascend in dim, then value_dim, then rows. For fp32 and tf32 `any16` stands for everything
+/// that is not plain. For hopper the bytes are those with ALiBi, which needs the most, and `any16`
+/// is also for pages and biases.
 inline constexpr Instance kInstances[] = {
     {Family::decode, Loader::plain, 32, 32, 8, 38'704},
     {Family::decode, Loader::plain, 32, 32, 16, 42'928},
@@ -115,6 +115,7 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper, Loader::any16, 80, 80, 192, 168'960},
     {Family::hopper, Loader::any16, 96, 96, 128, 200'704},
     {Family::hopper, Loader::any16, 128, 128, 128, 200'704},
+    {Family::hopper, Loader::any16, 192, 128, 128, 217'088},
     {Family::hopper, Loader::any16, 192, 192, 128, 225'280},
     {Family::hopper, Loader::any16, 256, 256, 128, 232'448},
     {Family::hopper_e4m3, Loader::any8, 64, 64, 192, 128'000},
@@ -127,14 +128,16 @@ inline constexpr Instance kInstances[] = {
 /// The shared memory of a block that every instance except Hopper's fits.
 inline constexpr int kEnoughBytes = 163 * 1024;
 
-/// The bytes of an instance with these traits; -1 if there is none.
-constexpr int bytes_of(Family family, Loader loader, int dim, int rows) {
+/// The bytes of an instance with these traits; -1 if there is none. value_dim 0: its only one.
+constexpr int bytes_of(Family family, Loader loader, int dim, int rows, int value_dim = 0) {
   for (const Instance& i : kInstances)
-    if (i.family == family && i.loader == loader && i.dim == dim && i.rows == rows) return i.bytes;
+    if (i.family == family && i.loader == loader && i.dim == dim && i.rows == rows &&
+        (value_dim == 0 || i.value_dim == value_dim))
+      return i.bytes;
   return -1;
 }
 
-/// Returns the instance with the least dim that is enough, and with enough rows; if none has
+/// Returns the instance with the least dims that are enough, and with enough rows; if none has
 /// enough, the one with the most rows.
 constexpr const Instance* instance_of(Family family, Loader loader, int head_dim, int value_dim,
                                       std::int64_t rows) {
@@ -142,7 +145,9 @@ constexpr const Instance* instance_of(Family family, Loader loader, int head_dim
   for (const Instance& i : kInstances) {
     if (i.family != family || i.loader != loader || i.dim < head_dim || i.value_dim < value_dim)
       continue;
-    if (found != nullptr && (i.dim != found->dim || found->rows >= rows)) break;
+    if (found != nullptr &&
+        (i.dim != found->dim || i.value_dim != found->value_dim || found->rows >= rows))
+      break;
     found = &i;
   }
   return found;

@@ -67,40 +67,44 @@ template <class T>
 void launch(const AttendParams& params, const Finished& finished, int least_rows,
             cudaStream_t stream) {
   constexpr bool kE4m3 = T::kEightBits, kMost = kE4m3 || T::kScores == ScoreKind::any;
-  constexpr int kBytes =
-      cuda::bytes_of(kE4m3 ? cuda::Family::hopper_e4m3 : cuda::Family::hopper,
-                     kE4m3 ? cuda::Loader::any8 : cuda::Loader::any16, T::kDim, T::kRows);
+  constexpr int kBytes = cuda::bytes_of(kE4m3 ? cuda::Family::hopper_e4m3 : cuda::Family::hopper,
+                                        kE4m3 ? cuda::Loader::any8 : cuda::Loader::any16, T::kDim,
+                                        T::kRows, T::kValueDim);
   static_assert(kMost ? sizeof(Shared<T>) == kBytes : sizeof(Shared<T>) <= kBytes);
   KernelParams call{};
   call.q = query_map_of(params);
   if (params.pages) {
     call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   } else {
-    call.k = key_map_of<T>(params, params.k);
-    call.v = key_map_of<T>(params, params.v);
+    call.k = key_map_of<T>(params, params.k, params.head_dim);
+    call.v = key_map_of<T>(params, params.v, params.value_dim);
   }
   if (params.arrivals != nullptr) {
     static_assert(T::kKeys <= KeyArrivals::kMargin);
     call.arrivals = *params.arrivals;
-    call.own_k = key_map_of<T>(params, call.arrivals.k);
-    call.own_v = key_map_of<T>(params, call.arrivals.v);
+    call.own_k = key_map_of<T>(params, call.arrivals.k, params.head_dim);
+    call.own_v = key_map_of<T>(params, call.arrivals.v, params.value_dim);
   }
   call.softcap = softcap_of(params.score);
   launch_call<T>(call, params, finished, least_rows, stream);
 }
 
-/// Launches the tile configuration for the call's head_dim.
+/// Launches the first tile configuration that is wide enough, as cuda::instance_of finds it.
 template <class Element, ScoreKind kScores>
 void choose_tile(const AttendParams& params, const Finished& finished, int least_rows,
                  cudaStream_t stream) {
   const auto run = [&]<TileShape kShape>() {
     launch<TileTraits<Element, kShape, kScores>>(params, finished, least_rows, stream);
   };
-  if (params.head_dim <= kDim64.dim) return run.template operator()<kDim64>();
-  if (params.head_dim <= kDim80.dim) return run.template operator()<kDim80>();
-  if (params.head_dim <= kDim96.dim) return run.template operator()<kDim96>();
-  if (params.head_dim <= kDim128.dim) return run.template operator()<kDim128>();
-  if (params.head_dim <= kDim192.dim) return run.template operator()<kDim192>();
+  const auto fits = [&](const TileShape& shape) {
+    return params.head_dim <= shape.dim && params.value_dim <= shape.value_dim;
+  };
+  if (fits(kDim64)) return run.template operator()<kDim64>();
+  if (fits(kDim80)) return run.template operator()<kDim80>();
+  if (fits(kDim96)) return run.template operator()<kDim96>();
+  if (fits(kDim128)) return run.template operator()<kDim128>();
+  if (fits(kDim192To128)) return run.template operator()<kDim192To128>();
+  if (fits(kDim192)) return run.template operator()<kDim192>();
   return run.template operator()<kDim256>();
 }
 

@@ -14,7 +14,7 @@ namespace longspan::kernels::sm90 {
 /// The destination of the finished result if no state has to travel: the sink is folded in and the
 /// one rounding, to the dtype of q, is done here. Rows of `out` start at multiples of 16 bytes.
 struct Finished {
-  TokenRows out;       // [tokens, heads, dim]; data null: the state is written instead
+  TokenRows out;       // [tokens, heads, value_dim]; data null: the state is written instead
   TokenLse lse;        // [tokens, heads], natural log; data is null if it is not wanted
   Floats sinks;        // [heads], natural units; or null
   RunHeaders headers;  // of the gathered data; if they differ, nothing is attended or written
@@ -32,15 +32,16 @@ inline constexpr int kLeastDim = 48;
 /// Whether products of 16 bits can serve the call. They support queries with one sequence after
 /// another or dense [batch, heads, tokens, dim], layouts whose positions ascend, a positive scale,
 /// and ALiBi if a rank's query rows are consecutive. There must be no qq_bias, no segments handed
-/// out, and fewer than 2^30 rows and keys. They support pages for dims from 81 to 192, if the
+/// out, and fewer than 2^30 rows and keys. Values may be narrower or wider than keys: both dims are
+/// multiples of 8, up to 256. They support pages if the wider dim is from 81 to 192 and the
 /// elements of a row are adjacent.
 bool takes_16_bits(const AttendParams& params);
 
-/// Whether products of e4m3 can (fp8_products): the same with rows at multiples of 16 bytes, dims a
-/// multiple of 16, no softcap, no ALiBi and no pages.
+/// Whether products of e4m3 can (fp8_products): the same with rows at multiples of 16 bytes, one
+/// dim, a multiple of 16, no softcap, no ALiBi and no pages.
 bool takes_e4m3(const AttendParams& params);
 
-/// Whether the fixed order can (invariant): 16-bit elements of one type, dims up to 128, layouts
+/// Whether the fixed order can (invariant): 16-bit elements of one type, one dim up to 128, layouts
 /// whose positions ascend, a positive scale, no softcap, no biases, no scales of stored elements,
 /// no segments handed out. Pages and strides do not matter.
 bool takes_in_order(const AttendParams& params);

@@ -11,12 +11,13 @@ namespace longspan::kernels::sm90 {
 
 /// O += P V, asynchronously; with `add` false O = P V.
 template <class T>
-__device__ void multiply_pv(float (&o)[T::kDim / 2], const std::uint32_t (&p)[T::kKeys / 16][4],
-                            const void* v, bool add = true) {
+__device__ void multiply_pv(float (&o)[T::kValueDim / 2],
+                            const std::uint32_t (&p)[T::kKeys / 16][4], const void* v,
+                            bool add = true) {
   const std::uint64_t b = operand(v, T::kPanelBytes);
 #pragma unroll
   for (int step = 0; step < T::kKeys / 16; ++step)
-    Product<T::kDim>::template registers<typename T::Element, true>(
+    Product<T::kValueDim>::template registers<typename T::Element, true>(
         o, p[step], advance(b, step * 16 * 128), add || step > 0);
 }
 

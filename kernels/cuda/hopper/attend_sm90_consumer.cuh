@@ -44,11 +44,11 @@ __device__ void mask_scores(float (&s)[kCount], float value, int first, const Ro
 
 /// Clears the first `keys` keys of a tile of values: memory that no row may see can hold NaN, and 0
 /// NaN is NaN. kThreads threads do it together and share the barrier.
-template <class T, int kThreads>
-__device__ void clear_keys(typename T::Element (&v)[T::kPanels][T::kKeys][T::kPanelElements],
-                           int keys, int barrier) {
+template <class T, int kThreads, int kPanels>
+__device__ void clear_keys(typename T::Element (&v)[kPanels][T::kKeys][T::kPanelElements], int keys,
+                           int barrier) {
 #pragma unroll 1
-  for (int panel = 0; panel < T::kPanels; ++panel)
+  for (int panel = 0; panel < kPanels; ++panel)
 #pragma unroll 1
     for (int i = threadIdx.x % kThreads; i < keys * 8; i += kThreads)
       store_same(reinterpret_cast<uint4*>(v[panel])[i], uint4{});

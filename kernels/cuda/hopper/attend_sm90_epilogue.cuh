@@ -6,12 +6,19 @@
 
 namespace longspan::kernels::sm90 {
 
+/// The columns of values. Those of e4m3 are as wide as keys; at dim 64 ptxas serialises its
+/// products (C7511) if the epilogue reads the other field.
+template <class T>
+__device__ int value_dim_of(const AttendParams& params) {
+  return T::kEightBits ? params.head_dim : params.value_dim;
+}
+
 /// A row starts from its state in memory, unless that is empty. Its maximum becomes the row's
 /// origin, and its sum that of one thread of the four. The thread reads exactly what it writes in
 /// store_state, and max and sum, which the first of the four writes there.
 template <class T>
 __device__ void load_state(const KernelParams& call, const Shared<T>& shared, int stage, int row,
-                           OnlineSoftmax<T>& softmax, int h, float (&o)[T::kDim / 2]) {
+                           OnlineSoftmax<T>& softmax, int h, float (&o)[T::kValueDim / 2]) {
   const WorkTile& tile = shared.work[stage];
   if (row >= tile.rows) return;
   const StateSlots& state = call.params.state;
@@ -24,8 +31,8 @@ __device__ void load_state(const KernelParams& call, const Shared<T>& shared, in
   softmax.sum[h] = t == 0 ? stats.sum : 0.0f;
   const float* from = state.o(call.params.slot, at);
 #pragma unroll
-  for (int j = 0; j < T::kDim / 8; ++j)
-    if (8 * j < call.params.head_dim) {
+  for (int j = 0; j < T::kValueDim / 8; ++j)
+    if (8 * j < value_dim_of<T>(call.params)) {
       const float2 pair = *reinterpret_cast<const float2*>(from + 8 * j + 2 * t);
       o[4 * j + 2 * h] = pair.x;
       o[4 * j + 2 * h + 1] = pair.y;
@@ -38,7 +45,7 @@ template <class T>
 __device__ float value_factor(const Shared<T>& shared, int stage, float sum, int h,
                               const float (&o)[T::kColumns / 2]) {
   if constexpr (T::kEightBits) {
-    const float rounded = o[T::kDim / 2 + 2 * h];
+    const float rounded = o[T::kValueDim / 2 + 2 * h];
     return shared.stored.value_factor[stage] * (rounded == 0.0f ? 1.0f : sum / rounded);
   } else {
     return 1.0f;
@@ -64,8 +71,8 @@ __device__ void store_state(const KernelParams& call, const Shared<T>& shared, i
   const float of_o = factor * value_factor<T>(shared, stage, stats.sum, h, o);
   float* to = state.o(call.params.slot, at);
 #pragma unroll
-  for (int j = 0; j < T::kDim / 8; ++j)
-    if (8 * j < call.params.head_dim)
+  for (int j = 0; j < T::kValueDim / 8; ++j)
+    if (8 * j < value_dim_of<T>(call.params))
       *reinterpret_cast<float2*>(to + 8 * j + 2 * t) =
           float2{o[4 * j + 2 * h] * of_o, o[4 * j + 2 * h + 1] * of_o};
 }
@@ -132,16 +139,18 @@ __device__ void store_finished(const KernelParams& call, const Shared<T>& shared
   const FinishedRow<Result> to = finished_row<Result>(finished, at, tile.head);
   if (exists && t == 0 && to.lse != nullptr) *to.lse = finish.lse;
 #pragma unroll
-  for (int j = 0; j < T::kDim / 8; j += 4) {
+  for (int j = 0; j < T::kValueDim / 8; j += 4) {
     std::uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int pair = j + i < T::kDim / 8 ? 4 * (j + i) + 2 * h : 0;  // past the last: not stored
+      const int pair =
+          j + i < T::kValueDim / 8 ? 4 * (j + i) + 2 * h : 0;  // past the last: not stored
       pairs[i] = pack(o[pair] * factor, o[pair + 1] * factor, Result{});
     }
     const uint4 eight = gather_eight(pairs);
     const int column = 8 * (j + t);
-    if (exists && column < call.params.head_dim) *reinterpret_cast<uint4*>(to.out + column) = eight;
+    if (exists && column < value_dim_of<T>(call.params))
+      *reinterpret_cast<uint4*>(to.out + column) = eight;
   }
 }
 

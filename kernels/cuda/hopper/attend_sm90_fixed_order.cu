@@ -44,8 +44,8 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
                   brings_of(params.v, params), params.scratch + kCounterBytes,
                   depth_in_order(params)};
   if (call.sources.q == Brings::boxes) call.q = query_map_of(params);
-  if (call.sources.k == Brings::boxes) call.k = key_map_of<T>(params, params.k);
-  if (call.sources.v == Brings::boxes) call.v = key_map_of<T>(params, params.v);
+  if (call.sources.k == Brings::boxes) call.k = key_map_of<T>(params, params.k, params.head_dim);
+  if (call.sources.v == Brings::boxes) call.v = key_map_of<T>(params, params.v, params.value_dim);
   if (params.pages) call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
   launch_call<T>(call, params, finished, least_rows, stream);
 }

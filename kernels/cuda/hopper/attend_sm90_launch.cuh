@@ -35,9 +35,9 @@ inline CUtensorMap query_map_of(const AttendParams& params) {
 /// The map of contiguous keys or values. No copy reaches past the keys, and their number, which
 /// maybe only the device knows, is not needed here.
 template <class T>
-CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows) {
+CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows, int dim) {
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
-  return tensor_map_of(rows, params.kv_dtype, params.head_dim, kAnyKeys, params.kv_heads, T::kKeys);
+  return tensor_map_of(rows, params.kv_dtype, dim, kAnyKeys, params.kv_heads, T::kKeys);
 }
 
 /// Properties of the current GPU that the host needs before every launch, cached so that the driver
@@ -82,8 +82,10 @@ inline unsigned section_of(const AttendParams& params, unsigned slots, int multi
   const std::int64_t l2_bytes = limits_of_gpu().l2_bytes;
   const std::int64_t keys = std::max({divided_up(params.shard.length, params.shard.ranks),
                                       params.tokens / params.batch.size, std::int64_t{1}});
-  const std::int64_t row_bytes = storage_of(params.kv_dtype).row_bytes(params.head_dim);
-  const std::int64_t resident = std::max<std::int64_t>(1, l2_bytes / 2 / (keys * 2 * row_bytes));
+  const StorageFormat storage = storage_of(params.kv_dtype);
+  const std::int64_t row_bytes =
+      storage.row_bytes(params.head_dim) + storage.row_bytes(params.value_dim);
+  const std::int64_t resident = std::max<std::int64_t>(1, l2_bytes / 2 / (keys * row_bytes));
   constexpr std::int64_t kWaves = 3;
   const std::int64_t group = params.heads / params.kv_heads;
   const std::int64_t busy = kWaves * multiprocessors / (slots * group);

@@ -53,9 +53,11 @@ class PageLoader {
     return entries;
   }
 
-  /// Queues the copies of a tile; each warp arrives at `landed` when its own have completed.
-  __device__ void load(Element (&tile)[T::kPanels][T::kKeys][T::kPanelElements], Barrier& landed,
-                       const KvRows& source, int first, const Entries& entries) {
+  /// Queues the copies of a tile of rows of `dim` elements; each warp arrives at `landed` when its
+  /// own have completed.
+  template <int kPanels>
+  __device__ void load(Element (&tile)[kPanels][T::kKeys][T::kPanelElements], Barrier& landed,
+                       const KvRows& source, int dim, int first, const Entries& entries) {
     const Element* base = static_cast<const Element*>(source.data) + kv_head_ * source.head_stride;
     const int chunk = lane() % kRowLanes * 8;
 #pragma unroll
@@ -76,10 +78,10 @@ class PageLoader {
         const bool seen = first + row_of(g) + row >= begin_;
         const std::uint32_t place = to + row * 128 + ((lane() ^ row) & 7) * 16;
 #pragma unroll
-        for (int panel = 0; panel < T::kPanels; ++panel) {
+        for (int panel = 0; panel < kPanels; ++panel) {
           const int column = panel * T::kPanelElements;
           copy_async<16>(place + panel * T::kPanelBytes, from + column,
-                         seen && column + chunk < call_.params.head_dim ? 16 : 0);
+                         seen && column + chunk < dim ? 16 : 0);
         }
       }
     }
@@ -143,7 +145,8 @@ class PageProducer {
       if (tile < tiles) {
         const int stage = stage_of(done_ + tile);
         shared_.k_empty[stage].wait(parity_of(done_ + tile) ^ 1);
-        loader_.load(shared_.k[stage], shared_.landed.k[stage], params.k, key - T::kKeys, next);
+        loader_.load(shared_.k[stage], shared_.landed.k[stage], params.k, params.head_dim,
+                     key - T::kKeys, next);
       }
       const auto ahead = loader_.look_up(key - 2 * T::kKeys);
       if (tile == 0) {
@@ -152,7 +155,8 @@ class PageProducer {
       } else {
         const int stage = stage_of(done_ + tile - 1);
         shared_.v_empty[stage].wait(parity_of(done_ + tile - 1) ^ 1);
-        loader_.load(shared_.v[stage], shared_.landed.v[stage], params.v, key, entries);
+        loader_.load(shared_.v[stage], shared_.landed.v[stage], params.v, params.value_dim, key,
+                     entries);
       }
       key -= T::kKeys;
       entries = next;

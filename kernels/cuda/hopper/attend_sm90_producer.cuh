@@ -132,11 +132,11 @@ class Producer {
   template <class Buffer, class State>
   __device__ __forceinline__ void load(Buffer& tile, const CUtensorMap* map, Barrier& full,
                                        Barrier& empty, State& state, int key) {
-    constexpr int kTileBytes = T::kPanels * T::kPanelBytes;
+    constexpr int kTileBytes = sizeof(Buffer), kPanels = std::extent_v<Buffer>;
     empty.wait(state.parity ^ 1);
     full.arrive_expecting(kTileBytes);
 #pragma unroll
-    for (int panel = 0; panel < T::kPanels; ++panel)
+    for (int panel = 0; panel < kPanels; ++panel)
       load_box(tile[panel], map, panel * T::kPanelElements, key, kv_head_, &full, keys_again_);
     state.advance();
   }

@@ -78,7 +78,7 @@ __device__ void store_empty(const KernelParams& call, const WorkTile& tile) {
     if (finish) end = finished_row<typename T::Result>(finished, token, tile.head);
     void* const to = finish ? static_cast<void*>(end.out) : params.state.o(params.slot, at);
 #pragma unroll 1
-    for (int i = lane; i < params.head_dim / (finish ? 8 : 4); i += 32)
+    for (int i = lane; i < params.value_dim / (finish ? 8 : 4); i += 32)
       static_cast<uint4*>(to)[i] = {};
     if (lane > 0) continue;
     if (!finish)

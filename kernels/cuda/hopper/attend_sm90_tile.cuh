@@ -15,9 +15,10 @@ enum class ScoreKind { plain, softcap, any };
 
 /// The part of a configuration that is chosen by measurements for each head dimension.
 struct TileShape {
-  int dim;         // the largest head_dim; a multiple of 16, for e4m3 of 32
-  int consumers;   // warpgroups of 64 query rows each
-  int keys;        // of a tile of K or V
+  int dim;              // the largest head_dim; a multiple of 16, for e4m3 of 32
+  int value_dim = dim;  // the largest value_dim, likewise
+  int consumers;        // warpgroups of 64 query rows each
+  int keys;             // of a tile of K or V
   bool ping_pong;  // consumers take turns at the tensor cores instead of finding their own rhythm
 };
 
@@ -26,6 +27,8 @@ inline constexpr TileShape kDim64{.dim = 64, .consumers = 3, .keys = 128, .ping_
 inline constexpr TileShape kDim80{.dim = 80, .consumers = 3, .keys = 112, .ping_pong = true};
 inline constexpr TileShape kDim96{.dim = 96, .consumers = 2, .keys = 160, .ping_pong = false};
 inline constexpr TileShape kDim128{.dim = 128, .consumers = 2, .keys = 160, .ping_pong = false};
+inline constexpr TileShape kDim192To128{
+    .dim = 192, .value_dim = 128, .consumers = 2, .keys = 128, .ping_pong = false};
 inline constexpr TileShape kDim192{.dim = 192, .consumers = 2, .keys = 112, .ping_pong = false};
 inline constexpr TileShape kDim256{.dim = 256, .consumers = 2, .keys = 80, .ping_pong = false};
 
@@ -45,6 +48,7 @@ struct TileTraits {
   using Element = Element_;
   using Result = Result_;
   static constexpr int kDim = kShape.dim;
+  static constexpr int kValueDim = kShape.value_dim;
   static constexpr int kConsumers = kShape.consumers;
   static constexpr int kKeys = kShape.keys;
   static constexpr bool kPingPong = kShape.ping_pong;
@@ -56,14 +60,15 @@ struct TileTraits {
   static constexpr int kStages = 2;
   // A panel is as wide as the swizzle, 128 bytes.
   static constexpr int kPanelElements = 128 / static_cast<int>(sizeof(Element));
-  static constexpr int kPanels = (kDim + kPanelElements - 1) / kPanelElements;
+  static constexpr int panels_of(int dim) { return (dim + kPanelElements - 1) / kPanelElements; }
+  static constexpr int kPanels = panels_of(kDim);
   static constexpr int kPanelBytes = kKeys * 128;
   static constexpr int kStep = 32 / static_cast<int>(sizeof(Element));  // elements of a product
   static constexpr int kThreads = 128 * (kConsumers + 1);
 
-  // Values as the product takes them: [keys, dim] as loaded, or e4m3 [columns of O, keys].
-  static constexpr int kColumns = kDim + (kEightBits ? 8 : 0);
-  static constexpr int kValuePanels = kEightBits ? (kKeys + 127) / 128 : kPanels;
+  // Values as the product takes them: [keys, value_dim] as loaded, or e4m3 [columns of O, keys].
+  static constexpr int kColumns = kValueDim + (kEightBits ? 8 : 0);
+  static constexpr int kValuePanels = kEightBits ? (kKeys + 127) / 128 : panels_of(kValueDim);
   static constexpr int kValueRows = kEightBits ? kColumns : kKeys;
   static constexpr int kTransposers = kEightBits ? 64 : 0;  // threads
 
@@ -95,10 +100,10 @@ struct FixedOrderTile : TileTraits<Element, kShape> {
   static constexpr bool kPages = false;  // PageProducer's
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
-  static_assert(Base::kConsumers == 2 && Base::kKeys == 128);
+  static_assert(Base::kConsumers == 2 && Base::kKeys == 128 && Base::kValueDim == Base::kDim);
 
   // A thread's part of a state: its elements of O in fours, and the statistics of its two rows.
-  static constexpr int kQuads = Base::kDim / 8;
+  static constexpr int kQuads = Base::kValueDim / 8;
   static constexpr int kStateThreads = 128 * Base::kConsumers;
   static constexpr int kStateBytes = 16 * (kQuads + 1) * kStateThreads;  // of a block's rows
 };

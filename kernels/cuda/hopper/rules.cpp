@@ -9,12 +9,23 @@
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// Whether there is an instance for the heads, with 16-bit products, whose keys and values have one
-/// width. TMA copies 16 bytes at a time.
-bool has_instance(const AttendParams& params, cuda::Family family) {
-  return params.dtype != DType::fp32 && params.head_dim >= kLeastDim &&
-         params.head_dim == params.value_dim && params.head_dim <= cuda::widest(family) &&
-         params.head_dim % 8 == 0;
+/// The instance for products of 16 bits, or null.
+const cuda::Instance* instance_of(const AttendParams& params) {
+  return cuda::instance_of(cuda::Family::hopper, cuda::Loader::any16, params.head_dim,
+                           params.value_dim, 1);
+}
+
+/// Whether heads, and their 16-bit results, have widths that the kernels may have instances for.
+/// TMA copies 16 bytes at a time.
+bool are_dims_even(const AttendParams& params) {
+  return params.dtype != DType::fp32 && params.head_dim >= kLeastDim && params.head_dim % 8 == 0 &&
+         params.value_dim % 8 == 0;
+}
+
+/// Whether the family has an instance for the heads, whose keys and values must have one width.
+bool has_square_instance(const AttendParams& params, cuda::Family family) {
+  return are_dims_even(params) && params.head_dim == params.value_dim &&
+         params.head_dim <= cuda::widest(family);
 }
 
 /// The requirements of the kernels that fold a row's keys in one pass, whatever their products.
@@ -27,12 +38,12 @@ bool is_one_pass(const AttendParams& params) {
 
 /// Whether PageProducer can read the pages, in tiles that have it (Tile::kPages).
 bool is_in_chunks(const AttendParams& params) {
-  const auto chunks = [&](const KvRows& rows) {
-    return rows.dense() &&
-           cuda::access_of(rows, params.pages, 2, params.head_dim) == cuda::Access::chunks;
+  const auto chunks = [&](const KvRows& rows, int dim) {
+    return rows.dense() && cuda::access_of(rows, params.pages, 2, dim) == cuda::Access::chunks;
   };
-  return params.head_dim > 80 && params.head_dim <= 192 && params.kv_dtype == params.dtype &&
-         chunks(params.k) && chunks(params.v);
+  const int dim = instance_of(params)->dim;
+  return dim > 80 && dim <= 192 && params.kv_dtype == params.dtype &&
+         chunks(params.k, params.head_dim) && chunks(params.v, params.value_dim);
 }
 
 /// Whether queries, keys and values have the layout that the 16-bit tiles read.
@@ -42,8 +53,11 @@ bool are_rows_plain(const AttendParams& params) {
   if (params.pages) {
     if (!is_in_chunks(params)) return false;
     unbiased.pages = {};
-    unbiased.k = unbiased.v =
-        KvRows(nullptr, std::int64_t{params.kv_heads} * params.head_dim, params.head_dim);
+    const auto rows = [&](int dim) {
+      return KvRows(nullptr, std::int64_t{params.kv_heads} * dim, dim);
+    };
+    unbiased.k = rows(params.head_dim);
+    unbiased.v = rows(params.value_dim);
   }
   return cuda::loader_of(unbiased) == cuda::Loader::plain;
 }
@@ -59,13 +73,13 @@ bool are_biases_straight(const AttendParams& params) {
 }  // namespace
 
 bool takes_16_bits(const AttendParams& params) {
-  return !params.fp8_products && has_instance(params, cuda::Family::hopper) &&
+  return !params.fp8_products && are_dims_even(params) && instance_of(params) != nullptr &&
          is_one_pass(params) && are_biases_straight(params) && are_rows_plain(params);
 }
 
 bool takes_e4m3(const AttendParams& params) {
   const auto aligned = [](const auto& rows) { return cuda::is_aligned<16>(rows, DType::e4m3); };
-  return params.fp8_products && has_instance(params, cuda::Family::hopper_e4m3) &&
+  return params.fp8_products && has_square_instance(params, cuda::Family::hopper_e4m3) &&
          is_one_pass(params) && params.q_dtype == DType::e4m3 && params.kv_dtype == DType::e4m3 &&
          params.head_dim % 16 == 0 && params.score.softcap == 0.0f && !params.bias &&
          !params.pages && !params.resume && params.k.dense() && params.v.dense() &&
@@ -77,7 +91,7 @@ bool takes_in_order(const AttendParams& params) {
   // options of the layer, and on which arrays are given, but never on their addresses, or on the
   // number of a rank's keys.
   const bool scaled = params.q_scale || params.k_scale || params.v_scale;
-  return params.invariant && has_instance(params, cuda::Family::hopper_in_order) &&
+  return params.invariant && has_square_instance(params, cuda::Family::hopper_in_order) &&
          params.q_dtype == params.dtype && params.kv_dtype == params.dtype &&
          params.shard.layout != Layout::listed && params.score.softcap == 0.0f &&
          params.score.scale > 0 && !params.bias && !scaled && !params.parts;

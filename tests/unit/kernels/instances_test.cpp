@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <tuple>
 
 #include "kernels/cuda/dispatch/families.hpp"
 
@@ -116,11 +117,31 @@ TEST(Instances, WhereNoneFitsThereIsNone) {
   EXPECT_EQ(instance_of(Family::fp32, Loader::any16, 584, 512, 1), nullptr);
 }
 
+// The table and the tiles that Hopper's kernel chooses from are walked in the same way.
+TEST(Instances, HeadsOfTwoWidthsTakeTheNarrowestOnHopper) {
+  struct Heads {
+    int head_dim, value_dim, of_instance, values_of_instance;
+  };
+  for (const Heads& h :
+       {Heads{192, 128, 192, 128}, Heads{136, 8, 192, 128}, Heads{160, 136, 192, 192},
+        Heads{192, 192, 192, 192}, Heads{128, 64, 128, 128}, Heads{64, 128, 128, 128},
+        Heads{96, 64, 96, 96}, Heads{200, 128, 256, 256}, Heads{48, 256, 256, 256}})
+    for (const std::int64_t rows : {1, 128, 500}) {
+      const Instance* found =
+          instance_of(Family::hopper, Loader::any16, h.head_dim, h.value_dim, rows);
+      ASSERT_NE(found, nullptr);
+      EXPECT_EQ(found->dim, h.of_instance) << h.head_dim << "/" << h.value_dim;
+      EXPECT_EQ(found->value_dim, h.values_of_instance) << h.head_dim << "/" << h.value_dim;
+    }
+  EXPECT_EQ(instance_of(Family::hopper, Loader::any16, 256, 264, 1), nullptr);
+}
+
 TEST(Instances, AreInOrder) {
   for (std::size_t i = 1; i < std::size(kInstances); ++i) {
     const Instance &a = kInstances[i - 1], &b = kInstances[i];
     if (a.family != b.family || a.loader != b.loader) continue;
-    EXPECT_LT(a.dim * 1000 + a.rows, b.dim * 1000 + b.rows) << i;
+    const auto order = [](const Instance& x) { return std::tuple(x.dim, x.value_dim, x.rows); };
+    EXPECT_LT(order(a), order(b)) << i;
   }
 }
 

@@ -207,7 +207,31 @@ TEST(KernelFamilies, TheFirstOfTheTableThatAcceptsServes) {
          p.invariant = true;
        }},
       {"decode", kShort, [](AttendParams& p) { p.head_dim = p.value_dim = 125; }},
-      {"portable", kLong, [](AttendParams& p) { p.head_dim = 192; }},
+      {"hopper", kLong, [](AttendParams& p) { p.head_dim = 192; }},
+      {"hopper", kLong, [](AttendParams& p) { p.value_dim = 64; }},
+      {"hopper", kLong, [](AttendParams& p) { p.head_dim = 64; }},
+      {"portable", kLong, [](AttendParams& p) { p.value_dim = 100; }},
+      {"portable", kLong, [](AttendParams& p) { p.head_dim = 40; }},
+      {"portable", kLong,
+       [](AttendParams& p) {
+         p.head_dim = 192;
+         p.invariant = true;
+       }},
+      {"portable", kLong,
+       [](AttendParams& p) {
+         p.q_dtype = p.kv_dtype = DType::e4m3;
+         p.value_dim = 64;
+       }},
+      {"hopper", kLong,
+       [](AttendParams& p) {
+         p.pages.table = &kTable;
+         p.head_dim = 192;
+       }},
+      {"portable", kLong,
+       [](AttendParams& p) {
+         p.pages.table = &kTable;
+         p.head_dim = 256;
+       }},
       {"portable", kShort, [](AttendParams& p) { p.head_dim = 192; }},
       {"fp32", kLong, [](AttendParams& p) { p.head_dim = 576; }},
       {"fp32", kShort, [](AttendParams& p) { p.head_dim = 576; }},

@@ -6,33 +6,57 @@
 The kernels are measured in turns, round after round over the whole table, so that a chip limited by
 power or heat treats all alike. Each measurement first keeps the GPU busy for rounds.WARM_S with the
 same work, then takes the median of 7 calls or more. A ratio is the median of the rounds' ratios
-(within a round both sides ran within seconds of each other). Operations: 4 heads kv^2 dim, half of
-them when causal. Our time is that of a whole run of the layer on one rank, which waits for each
-run; the peers' calls are queued ahead. With --seconds no round begins that would end later. Records
-go to prefill-<machine>.jsonl after each round.
+(within a round both sides ran within seconds of each other). Operations: 2 heads kv^2 (dim +
+value_dim), half of them when causal. Our time is that of a whole run of the layer on one rank,
+which waits for each run; the peers' calls are queued ahead. With --seconds no round begins that
+would end later. Records go to prefill-<machine>.jsonl after each round, those of --only-two-widths
+to mla_prefill-<machine>.jsonl.
 """
 
 import argparse
 import functools
 import statistics
+import typing
 
 import longspan_command
 import records
 import rounds
 
-# (heads, kv_heads, dim, batch, kv, dtype)
-PLAIN = [(16, 16, 128, 4, 4096, "bf16"), (16, 16, 128, 1, 16384, "bf16"),
-         (8, 8, 128, 1, 65536, "bf16"), (32, 32, 64, 4, 4096, "bf16"),
-         (32, 32, 64, 1, 16384, "bf16"), (8, 8, 256, 1, 16384, "bf16"),
-         (16, 16, 128, 1, 16384, "fp16")]
-GROUPED = [(32, 8, 128, 1, 16384, "bf16"), (64, 8, 128, 1, 16384, "bf16")]
+
+class Case(typing.NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+    batch: int
+    kv: int
+    dtype: str
+    value_dim: int = 0  # 0: dim
+
+    @property
+    def of_value(self):
+        return self.value_dim or self.dim
+
+    def of(self, kv_heads=None, shrink=1):
+        """With other kv heads, or fewer keys."""
+        return self._replace(kv_heads=kv_heads or self.kv_heads, kv=max(1, self.kv // shrink))
+
+
+PLAIN = [Case(16, 16, 128, 4, 4096, "bf16"), Case(16, 16, 128, 1, 16384, "bf16"),
+         Case(8, 8, 128, 1, 65536, "bf16"), Case(32, 32, 64, 4, 4096, "bf16"),
+         Case(32, 32, 64, 1, 16384, "bf16"), Case(8, 8, 256, 1, 16384, "bf16"),
+         Case(16, 16, 128, 1, 16384, "fp16")]
+GROUPED = [Case(32, 8, 128, 1, 16384, "bf16"), Case(64, 8, 128, 1, 16384, "bf16")]
 PEERS = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention-2": "FLASH_ATTENTION"}
 EQUAL_HEADS = "longspan, equal heads"
 INVARIANT_TARGET = 0.8  # in the fixed order
 EQUAL_TARGET = 1.0  # grouped heads are no slower than equal ones
+TWO_WIDTHS_TARGET = 1.05
 # In the fixed order, for which Hopper has dims up to 128.
-IN_ORDER = [(16, 16, 128, 4, 4096, "bf16"), (16, 16, 128, 1, 16384, "bf16"), (32, 32, 64, 1, 16384, "bf16"),
-            (32, 8, 128, 1, 16384, "bf16")]
+IN_ORDER = [Case(16, 16, 128, 4, 4096, "bf16"), Case(16, 16, 128, 1, 16384, "bf16"),
+            Case(32, 32, 64, 1, 16384, "bf16"), Case(32, 8, 128, 1, 16384, "bf16")]
+# Heads of latent attention before absorption.
+TWO_WIDTHS = [*(Case(16, 16, 192, 1, kv, "bf16", 128) for kv in (4096, 8192, 16384, 32768)),
+              Case(16, 16, 96, 1, 16384, "bf16", 64)]
 
 
 def target(dim, kv, causal):
@@ -43,16 +67,15 @@ def target(dim, kv, causal):
 
 
 def operations(case, causal):
-    heads, _, dim, batch, kv, _ = case
-    return 4 * batch * heads * kv * kv * dim * (0.5 if causal else 1)
+    widths = case.dim + case.of_value
+    return 2 * case.batch * case.heads * case.kv**2 * widths * (0.5 if causal else 1)
 
 
 def ours_us(args, case, causal, checked, invariant=False):
-    heads, kv_heads, dim, batch, kv, dtype = case
     return rounds.run_us(args, operations(case, causal), checked, [
-        "--heads", heads, "--kv-heads", kv_heads, "--dim", dim, "--batch", batch, "--kv", kv,
-        "--tokens", kv, "--dtype", dtype, *(["--causal"] if causal else []),
-        *(["--invariant"] if invariant else [])])
+        "--heads", case.heads, "--kv-heads", case.kv_heads, "--dim", case.dim, "--value-dim",
+        case.of_value, "--batch", case.batch, "--kv", case.kv, "--tokens", case.kv, "--dtype",
+        case.dtype, *(["--causal"] if causal else []), *(["--invariant"] if invariant else [])])
 
 
 def peer_us(case, causal):
@@ -61,10 +84,10 @@ def peer_us(case, causal):
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    heads, kv_heads, dim, batch, kv, dtype = case
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
-    q, k, v = (torch.randn(batch, n, kv, dim, device="cuda", dtype=kind)
-               for n in (heads, kv_heads, kv_heads))
+    heads, kv_heads = case.heads, case.kv_heads
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    q, k, v = (torch.randn(case.batch, n, case.kv, dim, device="cuda", dtype=kind)
+               for n, dim in ((heads, case.dim), (kv_heads, case.dim), (kv_heads, case.of_value)))
     warmup, iterations = rounds.counts(operations(case, causal))
     times = {}
     for name, backend in PEERS.items():
@@ -106,9 +129,8 @@ class Row:
         def peers():
             for name, us in peer_us(self.case, self.causal).items():
                 self.peers.setdefault(name, []).append(us)
-            heads, kv_heads, *rest = self.case
-            if heads != kv_heads and not self.invariant:
-                equal = (heads, heads, *rest)
+            if self.case.heads != self.case.kv_heads and not self.invariant:
+                equal = self.case.of(kv_heads=self.case.heads)
                 self.peers.setdefault(EQUAL_HEADS, []).append(
                     ours_us(args, equal, self.causal, number == 0))
 
@@ -119,17 +141,20 @@ class Row:
         return operations(self.case, self.causal) / statistics.median(times) / 1e6
 
     def target(self, peer):
-        heads, kv_heads, dim, _, kv, _ = self.case
+        heads, kv_heads, dim, _, kv, _, value_dim = self.case
         if self.invariant:  # Hopper has the fixed order for dims up to 128
             asked = peer == "cuDNN" and heads == kv_heads and dim == 128 and self.causal
             return INVARIANT_TARGET if asked else None
         if peer == EQUAL_HEADS:
             return EQUAL_TARGET
+        if value_dim:
+            return TWO_WIDTHS_TARGET if peer == "cuDNN" else None
         return target(dim, kv, self.causal) if peer == "cuDNN" and heads == kv_heads else None
 
     def records(self):
-        heads, kv_heads, dim, batch, kv, dtype = self.case
-        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": dtype, "batch": batch,
+        heads, kv_heads, dim, batch, kv, dtype, value_dim = self.case
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim,
+                 **({"value_dim": value_dim} if value_dim else {}), "dtype": dtype, "batch": batch,
                  "tokens": kv, "kv_len": kv, "ranks": 1, "causal": self.causal,
                  "invariant": self.invariant}
         for peer, times in self.peers.items():
@@ -139,8 +164,8 @@ class Row:
                                  ratio=round(ratio, 3), target=self.target(peer))
 
     def lines(self):
-        heads, kv_heads, dim, batch, kv, dtype = self.case
-        line = (f"{dim:>4} {kv:>6} x {batch} x {f'{heads}/{kv_heads}':<6}{dtype:<5}"
+        heads, kv_heads, dim, batch, kv, dtype, value_dim = self.case
+        line = (f"{dim}{f'/{value_dim}' if value_dim else '':<4} {kv:>6} x {batch} x {f'{heads}/{kv_heads}':<6}{dtype:<5}"
                 f"{'causal' if self.causal else 'full':<7}{'invariant' if self.invariant else '':<10}"
                 f"{self.speed(self.ours):7.1f}")
         for r in self.records():
@@ -152,14 +177,16 @@ class Row:
 
 
 def table(args):
-    cases = [c for c in PLAIN + GROUPED if not args.dim or c[2] in args.dim]
-    cases = [(*c[:4], max(1, c[4] // args.shrink), c[5]) for c in cases]
-    rows = [Row(case, causal) for case in cases for causal in (False, True)]
-    in_order = [Row((*case[:4], max(1, case[4] // args.shrink), case[5]), causal, True) for case in IN_ORDER
+    def rows(cases, invariant=False):
+        return [Row(case.of(shrink=args.shrink), causal, invariant)
+                for case in cases if not args.dim or case.dim in args.dim
                 for causal in (False, True)]
+
+    if args.only_two_widths:
+        return rows(TWO_WIDTHS)
     if args.only_invariant:
-        return in_order
-    return rows + in_order if args.invariant else rows
+        return rows(IN_ORDER, True)
+    return rows(PLAIN + GROUPED) + (rows(IN_ORDER, True) if args.invariant else [])
 
 
 def main():
@@ -169,9 +196,12 @@ def main():
     parser.add_argument("--dim", type=int, nargs="+", help="only these dims")
     parser.add_argument("--invariant", action="store_true", help="the fixed order too")
     parser.add_argument("--only-invariant", action="store_true", help="the fixed order alone")
+    parser.add_argument("--only-two-widths", action="store_true",
+                        help="heads whose values are narrower than keys, alone")
     args = longspan_command.parse(parser)
-    rounds.take_turns(args, "invariant" if args.only_invariant else "prefill", table(args),
-                      "# dim, keys x batch x heads: longspan TFLOP/s | peers")
+    name = ("mla_prefill" if args.only_two_widths else
+            "invariant" if args.only_invariant else "prefill")
+    rounds.take_turns(args, name, table(args), "# dim, keys x batch x heads: longspan TFLOP/s | peers")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,15 @@ class PrefillTest(CommandTest):
         self.assertTrue(all(r["target"] is not None for r in rows
                             if r["peer"] == "cuDNN" and r["case"]["heads"] == r["case"]["kv_heads"]))
 
+    def test_heads_of_two_widths(self):
+        with mock.patch.object(prefill_vs_torch, "peer_us", lambda *_: {"cuDNN": 1000.0}):
+            start(prefill_vs_torch, "--command", COMMAND, "--machine", "try", "--backend", "host",
+                  "--shrink", 512, "--only-two-widths", "--rounds", 1, "--results", self.folder)
+        rows = records.read(self.path("mla_prefill-try.jsonl"))
+        self.assertEqual({(r["case"]["dim"], r["case"]["value_dim"]) for r in rows},
+                         {(192, 128), (96, 64)})
+        self.assertEqual([r["target"] for r in rows], [1.05] * 10)
+
     def test_targets(self):
         self.assertEqual([prefill_vs_torch.target(*case) for case in
                           ((128, 4096, False), (64, 4096, True), (128, 65536, True),

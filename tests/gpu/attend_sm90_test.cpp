@@ -25,8 +25,8 @@ TEST(AttendSm90, EveryHeadDim) {
             3);
 }
 
-/// Of keys and values. The instance for 192/128 also serves narrower ones; the others have values
-/// as wide as keys, and either may be narrower.
+/// Of keys and values. The instances for 192/128 and 128/64 also serve narrower ones; the others
+/// have values as wide as keys, and either may be narrower.
 struct Widths {
   int keys, values;
 };
@@ -43,7 +43,7 @@ TEST(AttendSm90, ValuesOfAnotherWidth) {
              .kv_heads = 2,
              .dim = widths.keys,
              .value_dim = widths.values,
-             .q_lens = {130},
+             .q_lens = {200},
              .kv_lens = {333},
              .mask = {.causal = true},
              .sinks = true,
@@ -59,8 +59,8 @@ TEST(AttendSm90, ValuesOfAnotherWidth) {
 // Rows come in tiles of 128 and 192, keys in tiles of 80, 112, 128 and 160.
 TEST(AttendSm90, EdgesOfTiles) {
   LONGSPAN_NEEDS_HOPPER();
-  for (const Widths& widths : {Widths{64, 64}, Widths{80, 80}, Widths{128, 128}, Widths{192, 128},
-                               Widths{192, 192}, Widths{256, 256}})
+  for (const Widths& widths : {Widths{64, 64}, Widths{80, 80}, Widths{96, 64}, Widths{128, 128},
+                               Widths{192, 128}, Widths{192, 192}, Widths{256, 256}})
     for (int q_len : {1, 64, 127, 128, 129, 192, 193})
       for (int kv_len : {1, 79, 80, 112, 127, 128, 129, 160, 161, 321})
         for (bool causal : {false, true})

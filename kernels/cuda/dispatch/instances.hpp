@@ -53,7 +53,7 @@ struct Instance {
   int bytes;  // of a block's dynamic shared memory; it has no other
 };
 
-/// They ascend in dim, then value_dim, then rows. For fp32 and tf32 `any16` stands for everything
+/// They ascend in value_dim, then dim, then rows. For fp32 and tf32 `any16` stands for everything
 /// that is not plain. For hopper the bytes are those with ALiBi, which needs the most, and `any16`
 /// is also for pages and biases.
 inline constexpr Instance kInstances[] = {
@@ -112,6 +112,7 @@ inline constexpr Instance kInstances[] = {
     {Family::tf32, Loader::any16, 128, 128, 64, 70'160},
     {Family::tf32, Loader::any16, 256, 256, 64, 134'672},
     {Family::hopper, Loader::any16, 64, 64, 192, 95'232},
+    {Family::hopper, Loader::any16, 128, 64, 192, 152'576},
     {Family::hopper, Loader::any16, 80, 80, 192, 168'960},
     {Family::hopper, Loader::any16, 96, 96, 128, 200'704},
     {Family::hopper, Loader::any16, 128, 128, 128, 200'704},

@@ -100,6 +100,8 @@ void choose_tile(const AttendParams& params, const Finished& finished, int least
     return params.head_dim <= shape.dim && params.value_dim <= shape.value_dim;
   };
   if (fits(kDim64)) return run.template operator()<kDim64>();
+  // Its producer has too few registers for pages, which the tiles after it read.
+  if (fits(kDim128To64) && !params.pages) return run.template operator()<kDim128To64>();
   if (fits(kDim80)) return run.template operator()<kDim80>();
   if (fits(kDim96)) return run.template operator()<kDim96>();
   if (fits(kDim128)) return run.template operator()<kDim128>();

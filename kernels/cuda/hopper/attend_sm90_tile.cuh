@@ -26,6 +26,8 @@ struct TileShape {
 inline constexpr TileShape kDim64{.dim = 64, .consumers = 3, .keys = 128, .ping_pong = true};
 inline constexpr TileShape kDim80{.dim = 80, .consumers = 3, .keys = 112, .ping_pong = true};
 inline constexpr TileShape kDim96{.dim = 96, .consumers = 2, .keys = 160, .ping_pong = false};
+inline constexpr TileShape kDim128To64{
+    .dim = 128, .value_dim = 64, .consumers = 3, .keys = 128, .ping_pong = true};
 inline constexpr TileShape kDim128{.dim = 128, .consumers = 2, .keys = 160, .ping_pong = false};
 inline constexpr TileShape kDim192To128{
     .dim = 192, .value_dim = 128, .consumers = 2, .keys = 128, .ping_pong = false};

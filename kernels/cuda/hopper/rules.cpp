@@ -9,23 +9,17 @@
 namespace longspan::kernels::sm90 {
 namespace {
 
-/// The instance for products of 16 bits, or null.
-const cuda::Instance* instance_of(const AttendParams& params) {
-  return cuda::instance_of(cuda::Family::hopper, cuda::Loader::any16, params.head_dim,
-                           params.value_dim, 1);
-}
+int wider_dim(const AttendParams& params) { return std::max(params.head_dim, params.value_dim); }
 
-/// Whether heads, and their 16-bit results, have widths that the kernels may have instances for.
-/// TMA copies 16 bytes at a time.
-bool are_dims_even(const AttendParams& params) {
-  return params.dtype != DType::fp32 && params.head_dim >= kLeastDim && params.head_dim % 8 == 0 &&
+/// Whether the family has an instance for the heads. It always has one whose keys and values are
+/// both as wide as the wider of the two. TMA copies 16 bytes at a time.
+bool has_instance(const AttendParams& params, cuda::Family family) {
+  return params.dtype != DType::fp32 && params.head_dim >= kLeastDim &&
+         wider_dim(params) <= cuda::widest(family) && params.head_dim % 8 == 0 &&
          params.value_dim % 8 == 0;
 }
-
-/// Whether the family has an instance for the heads, whose keys and values must have one width.
 bool has_square_instance(const AttendParams& params, cuda::Family family) {
-  return are_dims_even(params) && params.head_dim == params.value_dim &&
-         params.head_dim <= cuda::widest(family);
+  return params.head_dim == params.value_dim && has_instance(params, family);
 }
 
 /// The requirements of the kernels that fold a row's keys in one pass, whatever their products.
@@ -41,8 +35,7 @@ bool is_in_chunks(const AttendParams& params) {
   const auto chunks = [&](const KvRows& rows, int dim) {
     return rows.dense() && cuda::access_of(rows, params.pages, 2, dim) == cuda::Access::chunks;
   };
-  const int dim = instance_of(params)->dim;
-  return dim > 80 && dim <= 192 && params.kv_dtype == params.dtype &&
+  return wider_dim(params) > 80 && wider_dim(params) <= 192 && params.kv_dtype == params.dtype &&
          chunks(params.k, params.head_dim) && chunks(params.v, params.value_dim);
 }
 
@@ -73,7 +66,7 @@ bool are_biases_straight(const AttendParams& params) {
 }  // namespace
 
 bool takes_16_bits(const AttendParams& params) {
-  return !params.fp8_products && are_dims_even(params) && instance_of(params) != nullptr &&
+  return !params.fp8_products && has_instance(params, cuda::Family::hopper) &&
          is_one_pass(params) && are_biases_straight(params) && are_rows_plain(params);
 }
 

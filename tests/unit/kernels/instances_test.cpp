@@ -123,9 +123,10 @@ TEST(Instances, HeadsOfTwoWidthsTakeTheNarrowestOnHopper) {
     int head_dim, value_dim, of_instance, values_of_instance;
   };
   for (const Heads& h :
-       {Heads{192, 128, 192, 128}, Heads{136, 8, 192, 128}, Heads{160, 136, 192, 192},
-        Heads{192, 192, 192, 192}, Heads{128, 64, 128, 128}, Heads{64, 128, 128, 128},
-        Heads{96, 64, 96, 96}, Heads{200, 128, 256, 256}, Heads{48, 256, 256, 256}})
+       {Heads{192, 128, 192, 128}, Heads{136, 72, 192, 128}, Heads{160, 136, 192, 192},
+        Heads{192, 192, 192, 192}, Heads{128, 64, 128, 64}, Heads{64, 128, 128, 128},
+        Heads{96, 64, 128, 64}, Heads{96, 72, 96, 96}, Heads{64, 40, 64, 64},
+        Heads{136, 64, 192, 128}, Heads{200, 128, 256, 256}, Heads{48, 256, 256, 256}})
     for (const std::int64_t rows : {1, 128, 500}) {
       const Instance* found =
           instance_of(Family::hopper, Loader::any16, h.head_dim, h.value_dim, rows);
@@ -140,7 +141,7 @@ TEST(Instances, AreInOrder) {
   for (std::size_t i = 1; i < std::size(kInstances); ++i) {
     const Instance &a = kInstances[i - 1], &b = kInstances[i];
     if (a.family != b.family || a.loader != b.loader) continue;
-    const auto order = [](const Instance& x) { return std::tuple(x.dim, x.value_dim, x.rows); };
+    const auto order = [](const Instance& x) { return std::tuple(x.value_dim, x.dim, x.rows); };
     EXPECT_LT(order(a), order(b)) << i;
   }
 }

@@ -26,7 +26,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge, gradients or other. breaks: what goes wrong.
+# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge, gradients, gradients_hopper or other. breaks: what goes wrong.
 Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
@@ -1143,6 +1143,41 @@ MUTANTS = [
            old="      __syncthreads();  // the slice is there\n"
                "#pragma unroll 4",
            new="#pragma unroll 4"),
+    Mutant("gradients-hopper-keys-freed", "kernels/cuda/hopper/gradients_sm90_rows.cuh",
+           "gradients_hopper", "A stage of keys is free while dq is still multiplied with it.",
+           old="        wgmma_wait<0>();\n        end_sums();\n",
+           new="        end_sums();\n        wgmma_wait<0>();\n"),
+    Mutant("gradients-hopper-values-early", "kernels/cuda/hopper/gradients_sm90_rows.cuh",
+           "gradients_hopper", "dP is read, and its values are free, before it is there.",
+           old="        wgmma_wait<1>();\n        pin(g);\n", new="        pin(g);\n"),
+    Mutant("gradients-hopper-scores-early", "kernels/cuda/hopper/gradients_sm90_rows.cuh",
+           "gradients_hopper", "S is read before it is there.",
+           old="        wgmma_wait<2>();\n", new=""),
+    Mutant("gradients-hopper-clear-unfenced", "kernels/cuda/hopper/gradients_sm90_rows.cuh",
+           "gradients_hopper", "Cleared keys are multiplied before the products know of the zeros.",
+           old="      fence_shared_stores();\n      named_sync(kGroupBarrier + group_, 128);\n",
+           new="      named_sync(kGroupBarrier + group_, 128);\n"),
+    Mutant("gradients-hopper-bounds-unmet", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "Keys that some row sees are found before the bounds of the rows.",
+           old="    __syncthreads();\n    if (threadIdx.x == 0) producer.find_seen();\n",
+           new="    if (threadIdx.x == 0) producer.find_seen();\n"),
+    Mutant("gradients-hopper-owned-on-their-way", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "The owned keys are multiplied before they have arrived.",
+           old="      shared_.own_full.wait(0);\n", new=""),
+    Mutant("gradients-hopper-rows-unfenced", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "Rows of nobody are multiplied before the products know of the zeros.",
+           old="      fence_shared_stores();\n      named_sync(kGroupBarrier + group_, 128);\n",
+           new="      named_sync(kGroupBarrier + group_, 128);\n"),
+    Mutant("gradients-hopper-weights-overwritten", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "Scores replace the weights that dv is still multiplied with.",
+           old="    wgmma_wait<1>();                            // S, and the sums of the tile before\n",
+           new="    wgmma_wait<2>();\n"),
+    Mutant("gradients-hopper-gradients-early", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "dP is read before it is there.",
+           old="    wgmma_wait<1>();  // dP\n", new=""),
+    Mutant("gradients-hopper-sums-early", "kernels/cuda/hopper/gradients_sm90_keys.cuh",
+           "gradients_hopper", "dk and dv are stored while they are still multiplied.",
+           old="      wgmma_wait<0>();\n      pin(dk);\n", new="      pin(dk);\n"),
     Mutant("gradients-slopes-overwritten", "kernels/cuda/gradients/biases.cu", "gradients",
            "A sequence's parts of a slope are written over those of the last one.",
            old="    __syncthreads();  // the last sequence's parts are read\n",

@@ -216,7 +216,8 @@ class DeviceGradients {
     return all;
   }
 
-  /// NaN in dout of a row of the first sequence, and so in its D; or in a key and its value.
+  /// NaN in dout of a row of the first sequence, and so in its D; or in a key and its value, and so
+  /// in the terms of the rows that see it.
   void poison_row(std::int64_t row) {
     poison(dout, row * c.heads, c.heads, c.values());
     for (int h = 0; h < c.heads; ++h)
@@ -225,6 +226,10 @@ class DeviceGradients {
   void poison_key(std::int64_t key) {
     poison(k, key * c.kv_heads, c.kv_heads, c.dim);
     poison(v, key * c.kv_heads, c.kv_heads, c.values());
+    constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+    for (std::int64_t t = 0; t < c.query_len[0]; ++t)
+      for (int h = 0; sees(t, key) && h < c.heads; ++h)
+        terms_[t * c.heads + h] = {kNan, kNan, kNan};
   }
   /// Whether row t of the first sequence sees a key.
   bool sees(std::int64_t t, std::int64_t key) const { return visible(0, t).contains(key); }

@@ -6,6 +6,7 @@
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/gradients/gradients.hpp"
 #include "kernels/cuda/gradients/sums.hpp"
+#include "kernels/cuda/hopper/gradients_sm90.hpp"
 #include "kernels/features.hpp"
 #include "longspan/error.hpp"
 #include "src/base/check.hpp"
@@ -117,6 +118,7 @@ void check(const GradientParams& p) {
 
 void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stream) {
   check(p);
+  if (gpu.hopper_code && sm90::takes_gradients(p)) return sm90::attend_gradients(p, stream);
   const GradientFamily& family = serving(p, gpu);
   std::byte* scratch = p.scratch;
   const auto take = [&](std::size_t bytes) {
@@ -166,7 +168,8 @@ std::size_t gradient_scratch(const GradientParams& bounds, const Gpu& gpu) {
   }
   for (const bool rows_own : {false, true})  // a layer asks when it is made
     load_code(serving(bounds, gpu).kernel(bounds, rows_own).kernel);
-  return slope_bytes(bounds) + align(stack);
+  if (gpu.hopper_code) sm90::load_gradients();
+  return std::max(slope_bytes(bounds) + align(stack), align(sm90::kGradientScratch));
 }
 
 }  // namespace longspan::kernels::cuda

@@ -10,6 +10,7 @@
 
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/arch/sm80.cuh"
+#include "kernels/cuda/gradients/first_token.cuh"
 #include "kernels/cuda/gradients/gradients.hpp"
 #include "kernels/cuda/gradients/sum_stack.cuh"
 #include "kernels/cuda/gradients/tiles.cuh"
@@ -62,26 +63,6 @@ struct GradientWork {
     }
   }
 };
-
-/// The first of `count` tokens whose view is `beyond`, as all behind it are. All lanes of a warp
-/// call this.
-template <class Beyond>
-__device__ inline std::int64_t first_token(const GradientParams& p, const Sequence& sequence,
-                                           std::int64_t count, const Beyond& beyond) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  std::int64_t low = 0, high = count;
-  while (low < high) {
-    const std::int64_t step = (high - low + 31) / 32, token = low + lane * step;
-    const bool is_beyond = token >= high || beyond(row_view(p, sequence, token, 0));
-    const unsigned votes = __ballot_sync(~0u, is_beyond);
-    const int first = votes == 0 ? 32 : __ffs(static_cast<int>(votes)) - 1;
-    if (first == 0) return low;
-    const std::int64_t end = low + first * step;
-    low += (first - 1) * step + 1;
-    if (end < high) high = end;
-  }
-  return low;
-}
 
 template <class Products>
 class GradientBlock {
@@ -199,14 +180,14 @@ class GradientBlock {
       }
       const std::int64_t tokens = p_.batch.query_len(work_.sequence.index, p_.tokens);
       if (threadIdx.x < 32) {
-        const std::int64_t begin =
-            first_token(p_, work_.sequence, tokens,
-                        [&](const Interval& view) { return view.end > places.begin; });
+        const std::int64_t begin = first_token(tokens, [&](std::int64_t token) {
+          return row_view(p_, work_.sequence, token, 0).end > places.begin;
+        });
         if (threadIdx.x == 0) work_.tokens.begin = begin;
         if (threadIdx.x == 0) work_.places = places;
       } else {
-        const std::int64_t end = first_token(p_, work_.sequence, tokens, [&](const Interval& view) {
-          return view.begin >= places.end;
+        const std::int64_t end = first_token(tokens, [&](std::int64_t token) {
+          return row_view(p_, work_.sequence, token, 0).begin >= places.end;
         });
         if (threadIdx.x == 32) work_.tokens.end = end;
       }

@@ -14,6 +14,7 @@
 #include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/cuda/hopper/attend_sm90_tile.cuh"
+#include "kernels/gradient_params.hpp"
 #include "kernels/params.hpp"
 
 namespace longspan::kernels::sm90 {
@@ -51,6 +52,14 @@ struct SegmentSources {
   int depth;         // the most states of a block that wait far
 };
 
+/// The additional arguments of dq, whose rows are found as those of forward are.
+struct GradientSources {
+  CUtensorMap dout;      // as q, beside it
+  const RowTerm* terms;  // [tokens, heads]
+  GradientSums dq;
+  bool resume;  // dq starts from what is there
+};
+
 struct KernelParams {
   CUtensorMap q, k, v;  // boxes of [64 rows, 128 bytes] and [kKeys keys, 128 bytes]; if sequences
                         // lie apart, q has the heads of one after those of the other
@@ -63,10 +72,11 @@ struct KernelParams {
   int least_rows;       // this launch skips sequences of fewer query rows
   unsigned* next;       // counts the work tiles taken beyond the first of each block
   Softcap softcap;
-  CUtensorMap own_k, own_v;  // as k and v, for arrivals.k and v
-  KeyArrivals arrivals;      // or none: then all keys have arrived
-  cuda::Divisor by_page;     // keys of a page
-  SegmentSources sources;    // for the fixed order
+  CUtensorMap own_k, own_v;   // as k and v, for arrivals.k and v
+  KeyArrivals arrivals;       // or none: then all keys have arrived
+  cuda::Divisor by_page;      // keys of a page
+  SegmentSources sources;     // for the fixed order
+  GradientSources gradients;  // for backward
 };
 
 /// The counter for each rank's data here, before the run.
@@ -218,7 +228,25 @@ struct WaitingStates {
   cuda::PlannedWalk walk;  // of one thread, whose warp has few registers
 };
 
+/// What a weight depends on besides products. A row that has no key on any rank gets infinity for
+/// its lse: its weights are 0. A row whose lse is not a number, or infinite, gets NaN, and so do
+/// its weights.
+struct RowFactors {
+  float lse;  // base 2
+  float d;
+};
+
+/// The additional memory of dq: what is beside the queries.
+template <class T>
+struct GradientRows {
+  alignas(1024) typename T::Element dout[T::kConsumers][T::kPanels][64][T::kPanelElements];
+  RowFactors factors[T::kRows];            // of the work tile's rows
+  bool marked;                             // one of them is (gradients_sm90.cuh)
+  std::uint64_t nan[128 * T::kConsumers];  // sums of each consumer thread (NanBits)
+};
+
 struct NoWaitingStates {};
+struct NoGradientRows {};
 struct NoLanded {};
 struct NoAlibi {};
 struct NoStoredValues {};
@@ -243,6 +271,8 @@ struct Shared {
   [[no_unique_address]] std::conditional_t<T::kPages, Landed<T::kStages>, NoLanded> landed;
   [[no_unique_address]] std::conditional_t<T::kFixedOrder, WaitingStates<T>, NoWaitingStates>
       waiting;
+  [[no_unique_address]] std::conditional_t<T::kGradients, GradientRows<T>, NoGradientRows>
+      gradients;
 };
 
 inline constexpr int kPageWarps = 2;  // that copy keys and values from pages

@@ -64,15 +64,14 @@ inline const GpuLimits& limits_of_gpu() {
   return known;
 }
 
-/// Sets the shared memory limit of the kernel on the current GPU, the first time there.
-template <class T>
+/// Sets the shared memory limit of a kernel on the current GPU, the first time there.
+template <auto kKernel, std::size_t kBytes>
 void allow_shared_memory() {
   static std::atomic<std::uint64_t> allowed = 0;  // a bit for each of the first GPUs
   const int device = limits_of_gpu().device;
   const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
   if ((allowed.load(std::memory_order_relaxed) & bit) != 0) return;
-  LONGSPAN_CUDA(cudaFuncSetAttribute(attend_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     sizeof(Shared<T>)));
+  LONGSPAN_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
@@ -136,8 +135,8 @@ unsigned blocks_of(const AttendParams& params) {
                   static_cast<unsigned>(limits_of_gpu().multiprocessors));
 }
 
-/// Completes the call, whose maps are set, and launches it.
-template <class T>
+/// Completes the call, whose maps are set, and launches a kernel of it.
+template <class T, auto kKernel = attend_kernel<T>>
 void launch_call(KernelParams& call, const AttendParams& params, const Finished& finished,
                  int least_rows, cudaStream_t stream) {
   call.params = params;
@@ -152,9 +151,9 @@ void launch_call(KernelParams& call, const AttendParams& params, const Finished&
     call.next = reinterpret_cast<unsigned*>(params.scratch);
     LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
   }
-  allow_shared_memory<T>();
+  allow_shared_memory<kKernel, sizeof(Shared<T>)>();
   cuda::launch_kernel(
-      attend_kernel<T>,
+      kKernel,
       {blocks_of<T>(params), T::kThreads, stream, sizeof(Shared<T>), call.arrivals.behind_puts},
       call);
 }

@@ -62,11 +62,27 @@ __device__ float empty_lse(const Floats& sinks, int head) {
     return sinks[head];
 }
 
+/// One warp writes zeros as the sums of rows that see no key on this rank, unless they have sums.
+inline __device__ void store_zeros(const GradientSources& to, const AttendParams& params,
+                                   const WorkTile& tile) {
+  if (to.resume) return;
+  const int group = params.heads / params.kv_heads, of_group = tile.head - tile.kv_head * group;
+#pragma unroll 1
+  for (int row = 0; row < tile.rows; ++row) {
+    float* const sums =
+        to.dq.at(tile.kv_head, std::int64_t{tile.first_row + row} * group + of_group);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < GradientSums::padded(to.dq.dim) / 4; i += 32)
+      reinterpret_cast<uint4*>(sums)[i] = {};
+  }
+}
+
 /// One warp writes the rows that see no key on this rank: their empty state, or their finished
 /// zeros. Rows that started from a state keep it. (If they end finished, they do not come here.)
 template <class T>
 __device__ void store_empty(const KernelParams& call, const WorkTile& tile) {
   const AttendParams& params = call.params;
+  if constexpr (T::kGradients) return store_zeros(call.gradients, params, tile);
   const Finished& finished = call.finished;
   const bool finish = finished.out.data != nullptr;
   const int lane = threadIdx.x % 32;

@@ -57,6 +57,7 @@ struct TileTraits {
   static constexpr ScoreKind kScores = kScores_;
   static constexpr bool kEightBits = sizeof(Element) == 1;  // attend_sm90_fp8.cuh
   static constexpr bool kFixedOrder = false;                // attend_sm90_fixed_order.cuh
+  static constexpr bool kGradients = false;                 // gradients_sm90_rows.cuh
 
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kStages = 2;

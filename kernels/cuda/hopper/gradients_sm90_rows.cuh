@@ -1,0 +1,347 @@
+// dq on Hopper: forward's work tiles of query rows, with dout beside q, by which keys and values
+// stream (gradients_sm90.cuh).
+#pragma once
+
+#include "kernels/cuda/arch/shared.cuh"
+#include "kernels/cuda/arch/target.cuh"
+#include "kernels/cuda/hopper/attend_sm90_consumer.cuh"
+#include "kernels/cuda/hopper/attend_sm90_producer.cuh"
+#include "kernels/cuda/hopper/attend_sm90_scheduler.cuh"
+#include "kernels/cuda/hopper/gradients_sm90.cuh"
+
+namespace longspan::kernels::sm90 {
+
+/// docs/notes/hopper-backward.md has the measurements.
+inline constexpr TileShape kRowGradients64{
+    .dim = 64, .consumers = 2, .keys = 128, .ping_pong = false};
+inline constexpr TileShape kRowGradients128{
+    .dim = 128, .consumers = 2, .keys = 96, .ping_pong = false};
+
+template <class Element, TileShape kShape>
+struct RowGradientTile : TileTraits<Element, kShape> {
+  static constexpr bool kPages = false;
+  static constexpr bool kGradients = true;
+  static constexpr int kStages = 3;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+};
+
+/// A warp keeps the pipelines filled, and finds the factors of rows.
+template <class T>
+class RowGradientProducer {
+ public:
+  __device__ __forceinline__ RowGradientProducer(const KernelParams& call, Shared<T>& shared)
+      : call_(call),
+        shared_(shared),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        again_(cache_policy<Keep::last_to_go>()) {}
+
+  __device__ __forceinline__ void run() {
+    std::uint32_t q_parity = 0;
+    for (PipelineState<2> work;; work.advance()) {
+      shared_.work_full[work.stage].wait(work.parity);
+      const WorkTile tile = shared_.work[work.stage];
+      __syncwarp();
+      if (lane_ == 0) shared_.work_empty[work.stage].arrive();
+      if (tile.tiles == 0) return;
+      if (lane_ == 0 && tile.tiles < kWantedEarly) shared_.work_wanted.arrive();
+      int key = tile.first_key + tile.some.end;
+      load_keys(tile, key -= T::kKeys);
+      load_rows(tile, q_parity);
+      q_parity ^= 1;
+#pragma unroll 1
+      for (int i = 1; i < tile.tiles; ++i) {
+        if (lane_ == 0 && i == tile.tiles + 1 - kWantedEarly) shared_.work_wanted.arrive();
+        load_keys(tile, key -= T::kKeys);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_rows(const WorkTile& tile, std::uint32_t parity) {
+    for (int c = 0; c < T::kConsumers; ++c) shared_.q_empty[c].wait(parity ^ 1);
+    const GradientSources& from = call_.gradients;
+    bool marks = false;
+    for (int row = lane_; row < T::kRows; row += 32) {
+      const std::int64_t token = tile.first_row + row;
+      RowTerm term{-INFINITY, 0.0f, 0.0f};
+      if (row < tile.rows) term = from.terms[token * call_.params.heads + tile.head];
+      bool marked;
+      shared_.gradients.factors[row] = factors_of(term, marked);
+      marks = marks || (marked && row < tile.rows);
+    }
+    marks = __any_sync(0xffffffff, marks);
+    if (lane_ == 0) shared_.gradients.marked = marks;
+    __syncwarp();
+    if (lane_ > 0) return;
+    constexpr int kBytes = 2 * 64 * T::kPanels * 128;
+    const std::uint64_t once = cache_policy<Keep::first_to_go>();
+#pragma unroll
+    for (int c = 0; c < T::kConsumers; ++c) {
+      shared_.q_full[c].arrive_expecting(kBytes);
+#pragma unroll
+      for (int panel = 0; panel < T::kPanels; ++panel) {
+        load_box(shared_.q[c][panel], &call_.q, panel * 64, tile.query_row + 64 * c,
+                 tile.query_head, &shared_.q_full[c], once);
+        load_box(shared_.gradients.dout[c][panel], &from.dout, panel * 64, tile.query_row + 64 * c,
+                 tile.query_head, &shared_.q_full[c], once);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const WorkTile& tile, int key) {
+    load(shared_.k[k_.stage], &call_.k, shared_.k_full[k_.stage], shared_.k_empty[k_.stage], k_,
+         tile.kv_head, key);
+    load(shared_.v[v_.stage], &call_.v, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_,
+         tile.kv_head, key);
+  }
+  template <class Buffer>
+  __device__ __forceinline__ void load(Buffer& tile, const CUtensorMap* map, Barrier& full,
+                                       Barrier& empty, PipelineState<T::kStages>& state,
+                                       int kv_head, int key) {
+    if (lane_ == 0) {
+      empty.wait(state.parity ^ 1);
+      full.arrive_expecting(T::kPanels * T::kPanelBytes);
+#pragma unroll
+      for (int panel = 0; panel < T::kPanels; ++panel)
+        load_box(tile[panel], map, panel * 64, key, kv_head, &full, again_);
+    }
+    state.advance();
+  }
+
+  const KernelParams& call_;
+  Shared<T>& shared_;
+  const int lane_;
+  const std::uint64_t again_;
+  PipelineState<T::kStages> k_, v_;
+};
+
+/// A thread of a consumer warpgroup. Its arrays are beside it (attend_sm90_consumer.cuh says why).
+template <class T>
+class RowGradientConsumer {
+  using Element = typename T::Element;
+  static constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + T::kConsumers;
+
+ public:
+  struct Fragments {
+    float (&s)[T::kKeys / 2];              // scores, weights, dS
+    float (&g)[T::kKeys / 2];              // dP
+    std::uint32_t (&w)[T::kKeys / 16][4];  // dS, rounded
+    float (&dq)[T::kDim / 2];
+  };
+
+  __device__ __forceinline__ RowGradientConsumer(const Fragments& fragments,
+                                                 const KernelParams& call, Shared<T>& shared,
+                                                 int group)
+      : s(fragments.s),
+        g(fragments.g),
+        w(fragments.w),
+        dq(fragments.dq),
+        call_(call),
+        shared_(shared),
+        group_(group),
+        lane_(static_cast<int>(threadIdx.x % 32)),
+        row_(64 * group + 16 * static_cast<int>(threadIdx.x / 32 % 4) + lane_ / 4),
+        factor_(call.params.score.scale * kLog2E) {}
+
+  __device__ __forceinline__ void run() {
+    std::uint32_t q_parity = 0;
+    for (;; work_.advance()) {
+      shared_.work_full[work_.stage].wait(work_.parity);
+      const WorkTile& tile = shared_.work[work_.stage];
+      const int tiles = tile.tiles;
+      if (tiles == 0) return;
+      whole_ = tile.whole;
+      clear_ = tile.clear;
+      first_key_ = tile.some.end - T::kKeys;
+      shared_.q_full[group_].wait(q_parity);
+      q_parity ^= 1;
+      factors_[0] = shared_.gradients.factors[row_];
+      factors_[1] = shared_.gradients.factors[row_ + 8];
+      marked_ = shared_.gradients.marked;
+#pragma unroll
+      for (int i = 0; i < T::kDim / 2; ++i) dq[i] = 0;
+      nan() = 0;
+
+      begin_tile();
+      begin_products();
+      wgmma_wait<0>();
+      pin(s);
+      pin(g);
+      weigh();
+      take();
+#pragma unroll 1
+      for (int i = 1; i < tiles; ++i) {
+        first_key_ -= T::kKeys;
+        begin_tile();
+        begin_products();
+        begin_sums();
+        wgmma_wait<2>();
+        pin(s);
+        mask();
+        exponentiate();
+        // ptxas moves a wait for products to the start of its basic block. Waits for the next tile
+        // end blocks, so that the products run beside the arithmetic before them.
+        if (i + 1 < tiles) shared_.k_full[k_.stage].wait(k_.parity);
+        wgmma_wait<1>();
+        pin(g);
+        differentiate();
+        if (i + 1 < tiles) shared_.v_full[v_.stage].wait(v_.parity);
+        wgmma_wait<0>();
+        end_sums();
+        take();
+      }
+      if (lane_ == 0) shared_.q_empty[group_].arrive();
+      begin_sums();
+      wgmma_wait<0>();
+      end_sums();
+      set_nan(dq, nan());
+      store(tile);
+      shared_.work_empty[work_.stage].arrive();
+    }
+  }
+
+ private:
+  /// Waits for the next tile, whose values then have no element that must not be multiplied.
+  __device__ __forceinline__ void begin_tile() {
+    shared_.k_full[k_.stage].wait(k_.parity);
+    shared_.v_full[v_.stage].wait(v_.parity);
+    if (first_key_ < clear_) {
+      clear_rows(shared_.k[k_.stage], 0, min(clear_ - first_key_, T::kKeys));
+      clear_rows(shared_.v[v_.stage], 0, min(clear_ - first_key_, T::kKeys));
+      fence_shared_stores();
+      named_sync(kGroupBarrier + group_, 128);
+    }
+    if (uniform(marked_ && is_cut())) spread();
+  }
+  __device__ __forceinline__ bool is_cut() const {
+    return first_key_ < whole_.begin || first_key_ + T::kKeys > whole_.end;
+  }
+  __device__ __forceinline__ NanBits& nan() { return shared_.gradients.nan[threadIdx.x - 128]; }
+  /// All consumers come here, for the same tiles.
+  __device__ void spread() {
+    const RowKeys* const rows = shared_.rows[work_.stage];
+    const auto sees = [&](int h, int key) {
+      const RowKeys& seen = rows[row_ + 8 * h];
+      return first_key_ + key >= seen.begin && first_key_ + key < seen.end;
+    };
+    named_sync(kAllBarrier, 128 * T::kConsumers);  // all have their products of the tiles before
+    nan() |= nan_of<T::kDim>(shared_.k[k_.stage], T::kKeys, sees);
+    named_sync(kAllBarrier, 128 * T::kConsumers);
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    clear_infinite<128 * T::kConsumers>(shared_.k[k_.stage], thread);
+    clear_infinite<128 * T::kConsumers>(shared_.v[v_.stage], thread);
+    fence_shared_stores();
+    named_sync(kAllBarrier, 128 * T::kConsumers);
+  }
+
+  __device__ __forceinline__ void begin_products() {  // S = Q K^T, dP = dout V^T
+    wgmma_begin();
+    multiply_rows<T::kDim>(s, shared_.q[group_], shared_.k[k_.stage]);
+    wgmma_commit();
+    multiply_rows<T::kDim>(g, shared_.gradients.dout[group_], shared_.v[v_.stage]);
+    wgmma_commit();
+    before_ = k_.stage;
+    k_.advance();
+  }
+  /// dq += dS K, of the tile that was taken last.
+  __device__ __forceinline__ void begin_sums() {
+    wgmma_begin();
+    multiply_weights<T::kDim>(dq, w, shared_.k[taken_]);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void end_sums() {
+    pin(dq);
+    if (lane_ == 0) shared_.k_empty[taken_].arrive();
+  }
+  __device__ __forceinline__ void mask() {
+    if (is_cut()) mask_scores(s, -INFINITY, first_key_, shared_.rows[work_.stage], row_);
+  }
+  __device__ __forceinline__ void exponentiate() {
+#pragma unroll
+    for (int i = 0; i < T::kKeys / 2; ++i)
+      s[i] = exp2_fast(fmaf(s[i], factor_, -factors_[i / 2 % 2].lse));
+  }
+  __device__ __forceinline__ void differentiate() {
+    if (lane_ == 0) shared_.v_empty[v_.stage].arrive();
+    v_.advance();
+    if (uniform(marked_ && is_cut())) {
+#pragma unroll
+      for (int i = 0; i < T::kKeys / 2; ++i)
+        s[i] = s[i] == 0.0f ? 0.0f : s[i] * (g[i] - factors_[i / 2 % 2].d);
+    } else {
+#pragma unroll
+      for (int i = 0; i < T::kKeys / 2; ++i) s[i] *= g[i] - factors_[i / 2 % 2].d;
+    }
+  }
+  __device__ __forceinline__ void weigh() {
+    mask();
+    exponentiate();
+    differentiate();
+  }
+  __device__ __forceinline__ void take() {
+    round_weights<Element>(w, s);
+    taken_ = before_;
+  }
+
+  __device__ __forceinline__ void store(const WorkTile& tile) const {
+    const GradientSources& to = call_.gradients;
+    const int group = call_.params.heads / call_.params.kv_heads;
+    const int of_group = tile.head - tile.kv_head * group;
+    store_sums<T::kDim>(dq, call_.params.score.scale, GradientSums::padded(to.dq.dim), to.resume,
+                        [&](int h) -> float* {
+                          const int row = row_ + 8 * h;
+                          if (row >= tile.rows) return nullptr;
+                          return to.dq.at(tile.kv_head,
+                                          std::int64_t{tile.first_row + row} * group + of_group);
+                        });
+  }
+
+  float (&s)[T::kKeys / 2];
+  float (&g)[T::kKeys / 2];
+  std::uint32_t (&w)[T::kKeys / 16][4];
+  float (&dq)[T::kDim / 2];
+  const KernelParams& call_;
+  Shared<T>& shared_;
+  const int group_, lane_, row_;
+  const float factor_;  // base 2, from a product to a score
+  RowFactors factors_[2];
+  bool marked_ = false;
+  RowKeys whole_{};
+  int clear_ = 0;
+  int first_key_ = 0;
+  int before_ = 0, taken_ = 0;  // stages of the last products, and of the keys of w
+  PipelineState<2> work_;
+  PipelineState<T::kStages> k_, v_;
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    row_gradients_kernel(const __grid_constant__ KernelParams call) {
+  if constexpr (kHasWgmma) {
+    std::byte* const memory = shared_by_1024;
+    Shared<T>& shared = *reinterpret_cast<Shared<T>*>(memory);
+    if (threadIdx.x == 0) {
+      prefetch_map(&call.q);
+      prefetch_map(&call.k);
+      prefetch_map(&call.v);
+      prefetch_map(&call.gradients.dout);
+      init_barriers<T>(call, shared);
+    }
+    __syncthreads();
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // known to be uniform
+    if (warpgroup == 0) {
+      give_registers<T::kProducerRegisters>();
+      const unsigned warp = threadIdx.x / 32;
+      if (warp == 0) RowGradientProducer<T>(call, shared).run();
+      if (warp == 1) Scheduler<T>(call, shared).run();
+    } else {
+      take_registers<T::kConsumerRegisters>();
+      float s[T::kKeys / 2], g[T::kKeys / 2], dq[T::kDim / 2];
+      std::uint32_t w[T::kKeys / 16][4];
+      RowGradientConsumer<T>({s, g, w, dq}, call, shared, warpgroup - 1).run();
+    }
+  }
+}
+
+}  // namespace longspan::kernels::sm90

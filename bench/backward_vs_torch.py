@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Backward on GPUs: `longspan run --backward` beside PyTorch's scaled_dot_product_attention over cuDNN.
+
+    python3 bench/backward_vs_torch.py --machine h200 [--ranks 2]
+
+Both sides are measured in turns, round after round. A figure is the median of the rounds' medians. The
+backward counts 10 heads tokens^2 dim operations, half of them when causal. Our time is that of the whole backward, with the terms of rows before
+it and the rounding of the gradients after it, and each run waits for the GPU; PyTorch's calls are queued
+ahead. With --ranks 2 `longspan bench scale --phases train` measures forward and backward on two GPUs beside
+one: the efficiency, of every strategy. Records go to backward-<machine>.jsonl.
+"""
+
+import argparse
+import functools
+import statistics
+
+import longspan_command
+import records
+
+# (tokens, heads, kv_heads, dim), and the target of our speed beside cuDNN's.
+CASES = [(16384, 32, 32, 64), (4096, 64, 64, 128), (16384, 16, 16, 128), (8192, 32, 8, 128)]
+TARGET = 1.05
+SCALED = [(8192, 16, 16), (32768, 16, 16), (32768, 32, 8), (131072, 16, 16)]
+EFFICIENCY = {8192: 0.80, 32768: 0.95, 131072: 0.98}
+
+
+def operations(case, causal):
+    tokens, heads, _, dim = case
+    return 10 * heads * tokens * tokens * dim * (0.5 if causal else 1)
+
+
+def ours_ms(args, case, causal):
+    tokens, heads, kv_heads, dim = case
+    run = longspan_command.run(args.command, [
+        "--backend", args.backend, "--backward", "--check", "off", "--dtype", "bf16", "--heads", heads,
+        "--kv-heads", kv_heads, "--dim", dim, "--kv", tokens, "--tokens", tokens, "--warmup", 5,
+        "--iterations", args.iterations, *(["--causal"] if causal else [])])
+    return statistics.median(run["backward"]["times_ms"])
+
+
+def peer_ms(args, case, causal):
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import torch_gpu
+
+    tokens, heads, kv_heads, dim = case
+
+    def drawn(count, grad=True):
+        return torch.randn(1, count, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+    q, k, v, dout = drawn(heads), drawn(kv_heads), drawn(kv_heads), drawn(heads, False)
+    backward = functools.partial(torch.autograd.grad, inputs=(q, k, v), grad_outputs=dout, retain_graph=True)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != kv_heads)
+        return torch_gpu.elapsed_us(functools.partial(backward, out), args.iterations) / 1000
+
+
+def shape_of(case, causal, ranks=1):
+    tokens, heads, kv_heads, dim = case
+    return {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16", "tokens": tokens, "causal": causal,
+            "ranks": ranks}
+
+
+def beside_peer(args):
+    found = {}
+    for _ in range(args.rounds):
+        for case in CASES:
+            for causal in (True, False):
+                found.setdefault((case, causal), []).append((ours_ms(args, case, causal),
+                                                             peer_ms(args, case, causal)))
+    made = []
+    for (case, causal), pairs in found.items():
+        work = operations(case, causal) / 1e9
+        mine, theirs = (work / statistics.median(times) for times in zip(*pairs))
+        made.append(records.record("backward", shape_of(case, causal), "TFLOP/s", round(mine, 1), peer="cuDNN",
+                                   peer_value=round(theirs, 1), ratio=round(mine / theirs, 3), target=TARGET))
+        print(f"{case} causal {causal}: {mine:6.1f} TFLOP/s, cuDNN {theirs:6.1f}, ratio {mine / theirs:.3f}",
+              flush=True)
+    return made
+
+
+def over_ranks(args):
+    made = []
+    for tokens, heads, kv_heads in SCALED:
+        scale = longspan_command.run(
+            args.command, ["--phases", "train", "--kv", tokens, "--heads", heads, "--kv-heads", kv_heads,
+                           "--dim", 128, "--dtype", "bf16", "--backend", args.backend, "--iterations", 7],
+            args.ranks, args.launcher, ("bench", "scale"))
+        for row in scale["rows"]:
+            case = shape_of((tokens, heads, kv_heads, 128), True, row["ranks"]) | {"strategy": row["strategy"]}
+            ms = row["forward_ms"]["median"] + row["backward_ms"]["median"]
+            made.append(records.record("backward", case, "ms of forward and backward", round(ms, 3)))
+            print(f"{case}: {ms:.3f} ms, chosen {row['chosen']}", flush=True)
+        one = min(r["ours"] for r in made if r["case"]["tokens"] == tokens and r["case"]["heads"] == heads
+                  and r["case"]["ranks"] == 1)
+        taken = [row for row in scale["rows"] if row["chosen"] and row["ranks"] == args.ranks]
+        for row in taken:
+            ms = row["forward_ms"]["median"] + row["backward_ms"]["median"]
+            made.append(records.record(
+                "backward", shape_of((tokens, heads, kv_heads, 128), True, args.ranks), "efficiency of auto",
+                round(one / ms / args.ranks, 3), target=EFFICIENCY[tokens]))
+            print(f"  auto took {row['strategy']}: efficiency {one / ms / args.ranks:.3f}", flush=True)
+    return made
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    longspan_command.add_command(parser)
+    parser.add_argument("--launcher", default=longspan_command.MPIRUN,
+                        help="how ranks are started (default: %(default)s)")
+    parser.add_argument("--machine", required=True, help="name for the records, such as h200")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs; 1 is beside cuDNN")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=11)
+    parser.add_argument("--backend", default="cuda", choices=["cuda", "host"], help="for a try")
+    records.add_arguments(parser)
+    args = longspan_command.parse(parser)
+    made = beside_peer(args) if args.ranks == 1 else over_ranks(args)
+    records.write("backward", args.machine, made, args.results)
+    print(f"# {sum(r['met'] is False for r in made)} targets not met")
+
+
+if __name__ == "__main__":
+    main()

@@ -86,7 +86,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
     call.own_v = key_map_of<T>(params, call.arrivals.v, params.value_dim);
   }
   call.softcap = softcap_of(params.score);
-  launch_call<T>(call, params, finished, least_rows, stream);
+  launch_call<T>(attend_kernel<T>, call, params, finished, least_rows, stream);
 }
 
 /// Launches the first tile configuration that is wide enough, as cuda::instance_of finds it.

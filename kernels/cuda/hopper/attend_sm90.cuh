@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
     __syncthreads();
 
-    const int warpgroup = threadIdx.x / 128;
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // known to be uniform
     if (warpgroup == 0) {
       give_registers<T::kProducerRegisters>();
       produce(call, shared);

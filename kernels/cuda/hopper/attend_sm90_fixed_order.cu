@@ -47,7 +47,7 @@ void launch(const AttendParams& params, const Finished& finished, int least_rows
   if (call.sources.k == Brings::boxes) call.k = key_map_of<T>(params, params.k, params.head_dim);
   if (call.sources.v == Brings::boxes) call.v = key_map_of<T>(params, params.v, params.value_dim);
   if (params.pages) call.by_page = cuda::Divisor(static_cast<std::uint32_t>(params.pages.size));
-  launch_call<T>(call, params, finished, least_rows, stream);
+  launch_call<T>(attend_kernel<T>, call, params, finished, least_rows, stream);
 }
 
 }  // namespace

@@ -64,14 +64,15 @@ inline const GpuLimits& limits_of_gpu() {
   return known;
 }
 
-/// Sets the shared memory limit of a kernel on the current GPU, the first time there.
-template <auto kKernel, std::size_t kBytes>
-void allow_shared_memory() {
+/// Sets the shared memory limit of the kernel of T on the current GPU, the first time there.
+template <class T, class Kernel>
+void allow_shared_memory(Kernel kernel, std::size_t bytes) {
   static std::atomic<std::uint64_t> allowed = 0;  // a bit for each of the first GPUs
   const int device = limits_of_gpu().device;
   const std::uint64_t bit = device < 64 ? std::uint64_t{1} << device : 0;
   if ((allowed.load(std::memory_order_relaxed) & bit) != 0) return;
-  LONGSPAN_CUDA(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  LONGSPAN_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(bytes)));
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
@@ -136,9 +137,9 @@ unsigned blocks_of(const AttendParams& params) {
 }
 
 /// Completes the call, whose maps are set, and launches a kernel of it.
-template <class T, auto kKernel = attend_kernel<T>>
-void launch_call(KernelParams& call, const AttendParams& params, const Finished& finished,
-                 int least_rows, cudaStream_t stream) {
+template <class T>
+void launch_call(void (*kernel)(KernelParams), KernelParams& call, const AttendParams& params,
+                 const Finished& finished, int least_rows, cudaStream_t stream) {
   call.params = params;
   call.finished = finished;
   call.least_rows = least_rows;
@@ -151,9 +152,9 @@ void launch_call(KernelParams& call, const AttendParams& params, const Finished&
     call.next = reinterpret_cast<unsigned*>(params.scratch);
     LONGSPAN_CUDA(cudaMemsetAsync(call.next, 0, sizeof *call.next, stream));
   }
-  allow_shared_memory<kKernel, sizeof(Shared<T>)>();
+  allow_shared_memory<T>(kernel, sizeof(Shared<T>));
   cuda::launch_kernel(
-      kKernel,
+      kernel,
       {blocks_of<T>(params), T::kThreads, stream, sizeof(Shared<T>), call.arrivals.behind_puts},
       call);
 }

@@ -51,7 +51,7 @@ void launch_rows(const GradientParams& p, cudaStream_t stream) {
   call.k = key_map(p, p.k, p.head_dim, T::kKeys);
   call.v = key_map(p, p.v, p.value_dim, T::kKeys);
   call.gradients = {row_map_of(p, p.dout, p.value_dim, 64), p.terms, p.dq, p.resume_rows};
-  launch_call<T, row_gradients_kernel<T>>(call, p, {}, 1, stream);
+  launch_call<T>(row_gradients_kernel<T>, call, p, {}, 1, stream);
 }
 
 /// The number of kv heads that are walked together: their query rows fit half of L2, or they have a
@@ -77,7 +77,7 @@ void launch_keys(const GradientParams& p, cudaStream_t stream) {
   call.params = p;
   call.tiles = static_cast<int>(p.dk.rows / T::kKeys) + p.batch.size;
   call.section = section_of_keys(p, call.tiles);
-  allow_shared_memory<key_gradients_kernel<T>, sizeof(KeyGradientShared<T>)>();
+  allow_shared_memory<T>(key_gradients_kernel<T>, sizeof(KeyGradientShared<T>));
   cuda::launch_kernel(key_gradients_kernel<T>,
                       {static_cast<unsigned>(call.tiles * p.kv_heads), T::kThreads, stream,
                        sizeof(KeyGradientShared<T>)},

@@ -23,6 +23,7 @@
 #include "kernels/host/key_rows.hpp"
 #include "kernels/host/multiply-inl.hpp"
 #include "kernels/host/pack-inl.hpp"
+#include "kernels/host/row_lanes-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/host/visible.hpp"
@@ -105,9 +106,11 @@ class TileRun {
         dropout_(params, tile),
         padded_(TileSpace::padded(params.value_dim)),
         blocks_((tile.rows + kBlockRows - 1) / kBlockRows),
-        few_(kHasFewRows && tile.rows <= kFewRows && reads_in_place(params)) {}
+        few_(kHasFewRows && tile.rows <= kFewRows && reads_in_place(params)),
+        in_lanes_(kHasFewRows && !few_ && !packed && tile.rows <= kLaneRows) {}
 
   void operator()() {
+    if (in_lanes_) std::fill_n(space_.q, TileSpace::whole_lanes(tile_.rows) * p_.head_dim, 0.0f);
     for (int head = 0; head < tile_.kv_heads; ++head) pack_queries(head);
     FoldStack stack;
     const auto merge = [this](int a, int b) {
@@ -145,9 +148,19 @@ class TileRun {
         const std::int64_t row = tile_.first + r;
         const T* q =
             p_.q.at<T>(tile_.sequence.first_row + row / group, kv_head * group + row % group);
-        pack_query(q, factor, p_.head_dim, q_of(head) + r * p_.head_dim);
+        if (in_lanes_)
+          pack_lane(q, factor, r);
+        else
+          pack_query(q, factor, p_.head_dim, q_of(head) + r * p_.head_dim);
       }
     });
+  }
+  template <class T>
+  void pack_lane(const T* q, float factor, int r) {
+    HWY_ALIGN float row[kMaxHeadDim];
+    pack_query(q, factor, p_.head_dim, row);
+    float* const to = space_.q + std::int64_t{r / kLanes * kLanes} * p_.head_dim + r % kLanes;
+    for (int c = 0; c < p_.head_dim; ++c) to[c * kLanes] = row[c];
   }
   float* q_of(int head) const { return space_.q + head * tile_.rows * p_.head_dim; }
 
@@ -185,6 +198,13 @@ class TileRun {
     const Range any = see(segment);
     if (p_.bias) bias_.start(segment);
     if (p_.dropout) dropout_.start(segment);
+    if (in_lanes_) {
+      pack_in_lanes(segment, any, next);
+      score_row_lanes(k_, aligned(any), p_.head_dim, space_.q, tile_.rows, scores(0), rows_ahead_);
+      weigh_rows(segment, level, 0);
+      multiply_weights_values(level);
+      return finish_rows(segment, any, level, 0);
+    }
     if (!few_) {
       pack(segment, 0, any, kRowsAhead);
       ahead_ = packed_ && next != nullptr
@@ -198,6 +218,30 @@ class TileRun {
       return finish_rows(segment, any, level, 0);
     }
     attend_few(segment, any, level, next);
+  }
+
+  /// Packs keys as values are, and values unless they are the first columns of their keys. The rows
+  /// of the next segment are prefetched meanwhile.
+  void pack_in_lanes(const Segment& segment, Range any, const Segment* next) {
+    if (!found_) find(segment, 0, any, kRowsAhead);
+    bool in_keys = p_.value_dim % 16 == 0;
+    for (int j = any.begin; j < any.end; ++j) in_keys &= rows_.k()[j] == rows_.v()[j];
+    float* const keys = space_.segment;
+    float* const values =
+        in_keys ? keys : keys + kSegment * TileSpace::panels(p_.head_dim) * kPanel;
+    with_type(p_.kv_dtype, [&]<class T>(const T*) {
+      pack_values<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, keys);
+      if (!in_keys) pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, values);
+    });
+    k_ = keys;
+    v_ = values;
+    found_ = next != nullptr;
+    rows_ahead_.clear();
+    if (!found_) return;
+    find(*next, 0, see(*next), kRowsAhead);
+    see(segment);
+    const StorageFormat format = storage_of(p_.kv_dtype);
+    rows_ahead_.start(rows_, format.row_bytes(p_.head_dim), format.row_bytes(p_.value_dim));
   }
 
   /// The same for few rows of all heads. Keys, and then values, are read a few at a time, one head
@@ -348,16 +392,19 @@ class TileRun {
   const VisibleRows<kTileRows> visible_;
   const float* k_ = nullptr;  // of the current segment, packed
   const float* v_ = nullptr;
-  LinesAhead ahead_;  // of the next segment's keys
+  LinesAhead ahead_;          // of the next segment's keys
+  RowLinesAhead rows_ahead_;  // the same, of keys that are not packed
   std::int64_t lines_ = 0;
-  KeyRows rows_;        // of the current segment or, with few rows, of the next one
-  bool found_ = false;  // while the segment before was processed
+  KeyRows
+      rows_;  // of the current segment or, with few rows and with rows in lanes, of the next one
+  bool found_ = false;                    // while the segment before was processed
   const std::byte* order_[3 * kSegment];  // of few rows: keys, values, and the next segment's keys
   SegmentBias bias_;
   SegmentDropout dropout_;
   const int padded_;
   const int blocks_;                                       // of kBlockRows rows
   const bool few_;                                         // keys and values are not packed
+  const bool in_lanes_;                                    // rows are in lanes, keys not transposed
   Range seen_[(kTileRows + kBlockRows - 1) / kBlockRows];  // by each block, in the current segment
 };
 

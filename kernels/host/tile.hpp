@@ -4,6 +4,7 @@
 // does not change the bits of a row.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -16,7 +17,9 @@ class KeyRows;  // key_rows.hpp
 inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 384;  // most rows of a tile; 144 where the cache is small
 inline constexpr int kSmallTileRows = 144;
-inline constexpr int kFewRows = 8;     // a tile of at most this many reads keys and values in place
+inline constexpr int kFewRows = 8;    // a tile of at most this many reads keys and values in place
+inline constexpr int kLaneRows = 64;  // a tile of at most this many, if it packs for itself, has
+                                      // rows in lanes (RowsInLanes)
 inline constexpr int kFewKeys = 32;    // most keys that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys
@@ -72,9 +75,10 @@ struct TileSpace {
   int rows = 0;    // capacity
   int levels = 0;  // of the stack of states
 
-  float* q = nullptr;        // [rows, head_dim]
+  float* q = nullptr;        // [rows, head_dim]; with rows in lanes [rows / 16, head_dim, 16]
   float* scores = nullptr;   // [rows, 128], later weights
-  float* segment = nullptr;  // keys [2, head_dim, 64], and then values [value_dim / 64, 128, 64]
+  float* segment = nullptr;  // keys [2, head_dim, 64], and then values [value_dim / 64, 128, 64];
+                             // with rows in lanes, keys are as values
   float* o = nullptr;        // [levels, rows, padded value_dim]
   Stats* stats = nullptr;    // [levels, rows]
 
@@ -87,7 +91,16 @@ struct TileSpace {
     return key_floats(p) + kSegment * panels(p.value_dim) * kPanel;
   }
 
-  static std::size_t fixed_bytes(const Geometry& p) { return std::size_t{4} * segment_floats(p); }
+  /// The same where keys are packed as values are.
+  static std::int64_t lane_floats(const Geometry& p) {
+    return kSegment * (panels(p.head_dim) + panels(p.value_dim)) * kPanel;
+  }
+  static int whole_lanes(int rows) { return (rows + 15) / 16 * 16; }
+
+  static std::size_t fixed_bytes(const Geometry& p) {  // with q and scores of rows up to 16 lanes
+    return std::size_t{4} *
+           (std::max(segment_floats(p), lane_floats(p)) + 15 * (p.head_dim + kSegment));
+  }
   static std::size_t row_bytes(const Geometry& p, int levels) {
     return std::size_t{4} * (p.head_dim + kSegment) +
            levels * (std::size_t{4} * padded(p.value_dim) + sizeof(Stats));
@@ -104,10 +117,10 @@ struct TileSpace {
       at += floats;
       return part;
     };
-    segment = take(segment_floats(p));
-    scores = take(std::int64_t{rows} * kSegment);
+    segment = take(std::max(segment_floats(p), lane_floats(p)));
+    scores = take(std::int64_t{whole_lanes(rows)} * kSegment);
     o = take(std::int64_t{levels} * rows * padded(p.value_dim));
-    q = take(std::int64_t{rows} * p.head_dim);
+    q = take(std::int64_t{whole_lanes(rows)} * p.head_dim);
     stats = reinterpret_cast<Stats*>(at);
   }
 };

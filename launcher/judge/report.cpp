@@ -101,6 +101,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.qkv_dtype = name(problem.q.dtype);
   r.fp8_products = o.dtypes.fp8_products;
   r.bf16_products = o.dtypes.bf16_products;
+  r.values_in_keys = o.values_in_keys;
   r.shard = options.shard;
   r.inputs = options.q.empty() ? problem.q.label : options.q;
   r.shard_queries = problem.queries.has_value();
@@ -219,7 +220,9 @@ std::string header(const Report& r) {
       : r.bf16_products ? "products of bf16 "
                         : "",
       r.batch > 1 ? fmt::format("batch {} | ", r.batch) : "",
-      r.value_dim != r.dim ? fmt::format("values of {} | ", r.value_dim) : "",
+      r.values_in_keys       ? fmt::format("values in the first {} of keys | ", r.value_dim)
+      : r.value_dim != r.dim ? fmt::format("values of {} | ", r.value_dim)
+                             : "",
       r.ranks > 1 && r.backend == name(Device::cuda) ? fmt::format("exchange {} | ", r.exchange_by)
                                                      : "",
       r.inputs, size_text(r.workspace_bytes));
@@ -268,6 +271,7 @@ ordered_json case_of(const Report& r) {
                     {"kv_heads", r.kv_heads},
                     {"dim", r.dim},
                     {"value_dim", r.value_dim},
+                    {"values_in_keys", r.values_in_keys},
                     {"dtype", r.dtype},
                     {"qkv_dtype", r.qkv_dtype},
                     {"fp8_products", r.fp8_products},

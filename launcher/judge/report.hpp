@@ -50,6 +50,7 @@ struct Report {
   std::string dtype, qkv_dtype, shard, inputs;
   bool fp8_products = false;
   bool bf16_products = false;
+  bool values_in_keys = false;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
   ScoreNumbers score;

@@ -4,6 +4,7 @@
 
 #include "launcher/options/numbers.hpp"
 #include "launcher/options/spelling.hpp"
+#include "longspan/limits.hpp"
 
 namespace longspan::launcher {
 namespace {
@@ -78,6 +79,12 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
   add_shape_options(app, o.shape, work);
+  app.add_option("--value-dim", o.value_dim, "Dimension of a value [--dim]")
+      ->transform(whole(1, kMaxValueDim))
+      ->group(work);
+  app.add_flag("--values-in-keys", o.values_in_keys,
+               "Values are the first columns of the keys, and travel in them (MLA)")
+      ->group(work);
   app.add_flag("--causal", o.mask.causal, "A row sees no key at a position after its own")
       ->group(work);
   app.add_option("--window", o.mask.window,

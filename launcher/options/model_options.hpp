@@ -34,6 +34,8 @@ struct PlanOptions {
   std::int64_t kv = 1 << 20;  // keys of the sequence
   std::int64_t tokens = 0;    // query rows; 0: as many as kv
   ShapeOptions shape;
+  int value_dim = 0;  // 0: dim
+  bool values_in_keys = false;
   Mask mask;
   std::string shard = "zigzag";
   Layout layout = Layout::zigzag;

@@ -188,6 +188,10 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
        kMostHeads);
   size("--dim", o.dim, 1, dim_text(), kMostHeads);
   size("--value-dim", o.value_dim, 1, kValueDimText, kMostHeads);
+  app.add_flag("--values-in-keys", o.values_in_keys,
+               "Values are the first columns of the keys, as latent attention (MLA) keeps them")
+      ->excludes(q)
+      ->group(made);
 
   const std::string attention = "The attention";
   app.add_flag("--causal", o.mask.causal, "A row sees no key at a position after its own")

@@ -41,7 +41,8 @@ struct RunOptions {
   int heads = 8;
   int kv_heads = 0;  // 0: heads
   int dim = 64;
-  int value_dim = 0;      // 0: dim
+  int value_dim = 0;  // 0: dim
+  bool values_in_keys = false;
   std::string dtype;      // empty: that of the files; fp32 without files
   std::string qkv_dtype;  // the fp8 type of stored q, k and v, with scales of 1; empty: dtype
 

@@ -31,6 +31,8 @@ class Cluster {
     options_ = {.heads = shape.heads,
                 .kv_heads = shape.kv_heads,
                 .head_dim = shape.dim,
+                .value_dim = o.value_dim > 0 ? o.value_dim : shape.dim,
+                .values_in_keys = o.values_in_keys,
                 .dtypes = {.compute = dtype_named(shape.dtype)},
                 .mask = o.mask,
                 .keys = {o.layout, o.block},
@@ -59,13 +61,15 @@ class Cluster {
 
   /// Bytes of inputs and outputs on a rank.
   double tensors() const {
-    const auto row =
-        static_cast<double>(storage_of(options_.dtypes.compute).row_bytes(options_.head_dim));
+    const StorageFormat format = storage_of(options_.dtypes.compute);
+    const auto row = static_cast<double>(format.row_bytes(options_.head_dim)),
+               value = static_cast<double>(format.row_bytes(options_.of_values()));
     const double rows = options_.queries ? size_.most_tokens : size_.tokens;
-    const double keys = size_.keys / ranks_ * options_.kv_heads * 2 * row;
-    const double queries = rows * options_.heads * row;
-    const double gradients = options_.gradients ? keys + 2 * queries : 0;  // and dout
-    return keys + 2 * queries + 4 * rows * options_.heads + gradients;
+    const double keys =
+        size_.keys / ranks_ * options_.kv_heads * (row + (options_.values_in_keys ? 0 : value));
+    const double queries = rows * options_.heads * (row + value);      // and results
+    const double gradients = options_.gradients ? keys + queries : 0;  // and dout
+    return keys + queries + 4 * rows * options_.heads + gradients;
   }
 
   /// Seconds of all the work, shared evenly and without transfers.
@@ -95,11 +99,14 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
   const Options& options = cluster.options();
   std::string text = fmt::format(
       "# longspan {} plan | {} nodes of {} ranks | constants: {}\n# keys {} | query rows {}, {} | "
-      "heads {}/{} dim {} {} | {}\n",
+      "heads {}/{} dim {}{} {} | {}\n",
       LONGSPAN_VERSION, o.nodes, o.ranks_per_node, origin_of(machine), o.kv,
       o.tokens > 0 ? o.tokens : o.kv, cluster.shares_rows() ? "sharded" : "replicated",
-      options.heads, options.kv_heads, options.head_dim, name(options.dtypes.compute),
-      options.mask.causal ? "causal" : "full");
+      options.heads, options.kv_heads, options.head_dim,
+      options.values_in_keys ? fmt::format(" with values of {}", options.of_values())
+      : options.of_values() != options.head_dim ? fmt::format("/{}", options.of_values())
+                                                : "",
+      name(options.dtypes.compute), options.mask.causal ? "causal" : "full");
   const auto of_backward = [&](const auto& time, const auto& bytes) {
     return options.gradients ? fmt::format("{:>11}{:>12}", time, bytes) : "";
   };
@@ -173,6 +180,13 @@ int plan(const Communicator& control, const CommandLine& line) {
   together(control, "planning", [&] {
     if (control.rank() != 0) return;
     const RunOptions shape = run_options(o.shape, Device::cuda);
+    if (o.values_in_keys && o.value_dim > shape.dim)
+      throw UsageError(fmt::format(
+          "--values-in-keys with --dim {} and --value-dim {}: values that are the first columns of "
+          "their keys are no wider than these",
+          shape.dim, o.value_dim));
+    if (o.values_in_keys && o.backward)
+      throw UsageError("--values-in-keys with --backward: latent keys have no gradients by it");
     if (shape.heads % shape.kv_heads != 0)
       throw UsageError(fmt::format("--heads {} is not a multiple of --kv-heads {}", shape.heads,
                                    shape.kv_heads));

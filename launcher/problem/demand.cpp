@@ -154,7 +154,8 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
     return static_cast<double>(row_bytes) * rows;
   };
   const double key_bytes = bytes(problem.k.row_bytes(), keys);
-  const double value_bytes = bytes(problem.v.row_bytes(), keys);
+  const double value_bytes =
+      problem.options.values_in_keys ? 0 : bytes(problem.v.row_bytes(), keys);
   const double result = bytes(problem.out_row_bytes() + o.heads * sizeof(float), own_rows);
   const double query_row = static_cast<double>(problem.q.row_bytes());
   const RunCost cost =

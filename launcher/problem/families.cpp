@@ -751,6 +751,64 @@ Family dropout(const Sweep& sweep) {
   return family;
 }
 
+/// Latent keys (MLA), whose first columns are the values: they travel once. Few and many query
+/// heads of the one kv head, several new tokens of a sequence in any layout, pages, by every
+/// strategy in turn.
+Family latent(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 19);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  const Device device = sweep.gpu ? Device::cuda : Device::host;
+  for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
+    const DType dtype = kDTypes[i % 3];
+    const auto [dim, value_dim] =
+        pick<std::pair<int, int>>(random, {{576, 512}, {320, 256}, {576, 512}, {96, 64}, {40, 24}});
+    Shape shape{.dtype = dtype,
+                .heads = pick(random, {1, 8, 16, 17, 64, 128}),
+                .kv_heads = 1,
+                .dim = dim,
+                .value_dim = value_dim,
+                .q_lens = {pick(random, {1, 1, 2, 4, 9})},
+                .kv_lens = {pick(random, {1, 20, 127, 300, 1000})}};
+    const int batch = chance(3) ? 3 : 1;
+    for (int b = 1; b < batch; ++b) {
+      shape.q_lens.push_back(below(random, 5));
+      shape.kv_lens.push_back(below(random, chance(3) ? 6 : 500));
+    }
+    for (int b = 0; b < batch; ++b)  // a row for each of the last keys
+      shape.kv_lens[b] = std::max(shape.kv_lens[b], shape.q_lens[b]);
+    Problem p = make(sweep, shape, 1900 + i);
+    p.options.values_in_keys = true;
+    if (chance(4)) {
+      quantise(p, std::nullopt, pick(random, {e4m3, e5m2}), false, i);
+      p.v_scale = p.k_scale;
+    }
+    const auto spoiled = [](std::int64_t key) { return key % 900 == 3; };
+    if (p.options.dtypes.of_kv() == dtype && shape.kv_lens[0] >= 300 && chance(2)) {
+      p.options.mask.window = 250 - shape.q_lens[0];  // key 3 lies before all of them
+      p.k = with_nan(p.k, spoiled);
+    }
+    p.v = first_columns(p.k, value_dim);
+    p.options.mask.causal = !chance(4);
+    if (chance(4)) p.sinks = draw_sinks(p, i);
+    if (chance(3)) p.cache = {pick(random, {1, 16, 64}), false};
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    p.queries = rule(kRules[below(random, std::size(kRules))]);
+    if (chance(2)) p.queries.reset();
+    p.options.invariant = p.keys.layout == Layout::contiguous && chance(2);
+    std::vector<std::string> names;
+    const Topology topology{sweep.ranks, p.options.ranks_per_node};
+    for (const Forecast& f : forecast(p.layer_options(sweep.ranks), topology,
+                                      p.run_size(sweep.ranks), built_in_machine(device)))
+      if (f.refusal.empty() && f.strategy->is_for_nodes_of(p.options.ranks_per_node, sweep.ranks) &&
+          f.reservation.empty())
+        names.emplace_back(f.strategy->name);
+    if (!names.empty()) p.options.strategy = names[static_cast<std::size_t>(i) % names.size()];
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"shards", shards},
                                    {"masks", masks},
@@ -768,7 +826,8 @@ constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"serving", serving},
                                    {"upper left", upper_left},
                                    {"gradients", gradients},
-                                   {"dropout", dropout}};
+                                   {"dropout", dropout},
+                                   {"latent", latent}};
 
 }  // namespace
 

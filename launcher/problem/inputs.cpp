@@ -40,6 +40,22 @@ Source quantised(Source source, DType to, const std::vector<float>& scale) {
   return source;
 }
 
+Source first_columns(const Source& keys, int dim) {
+  Source source = keys;
+  source.dim = dim;
+  source.read = [read = keys.read, whole = keys.dim, dim, size = size_of(keys.dtype)](
+                    std::int64_t row, std::int64_t first, std::int64_t count, void* to) {
+    auto* at = static_cast<std::byte*>(to);
+    for (const std::int64_t end = first + count; first < end;) {  // of one head after the other
+      const std::int64_t column = first % dim, n = std::min(end - first, dim - column);
+      read(row, first / dim * whole + column, n, at);
+      first += n;
+      at += n * static_cast<std::int64_t>(size);
+    }
+  };
+  return source;
+}
+
 Source from_file(const NpyFile& file, const std::string& label) {
   const auto& shape = file.shape();
   if (shape.size() != 3 || shape[1] < 1 || shape[2] < 1 || shape[1] > 65536 || shape[2] > 65536)

@@ -39,6 +39,9 @@ Source generated(std::uint64_t seed, std::uint32_t tensor, DType dtype, std::int
 /// of heads.
 Source quantised(Source source, DType to, const std::vector<float>& scale);
 
+/// The first `dim` elements of each of one head's rows: values in their keys.
+Source first_columns(const Source& keys, int dim);
+
 /// Reads the tensor in a file; throws InputError where it is not [rows, heads, dim].
 Source from_file(const NpyFile& file, const std::string& label);
 /// The array of a file, of any shape, as that tensor.

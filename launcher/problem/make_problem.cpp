@@ -62,7 +62,13 @@ void make_inputs(Problem& problem, const RunOptions& o, std::uint64_t seed) {
           tokens);
   problem.q = generated(seed, 0, dtype, tokens, o.heads, o.dim);
   problem.k = generated(seed, 1, dtype, keys, kv_heads, o.dim);
-  problem.v = generated(seed, 2, dtype, keys, kv_heads, o.value_dim > 0 ? o.value_dim : o.dim);
+  const int value_dim = o.value_dim > 0 ? o.value_dim : o.dim;
+  require(!o.values_in_keys || value_dim <= o.dim,
+          "--values-in-keys with --dim {} and --value-dim {}: values that are the first columns of "
+          "their keys are no wider than these",
+          o.dim, value_dim);
+  problem.v = o.values_in_keys ? first_columns(problem.k, value_dim)
+                               : generated(seed, 2, dtype, keys, kv_heads, value_dim);
 }
 
 /// The published slopes for a power of two of heads (Press et al., arXiv 2108.12409).
@@ -148,6 +154,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .kv_heads = problem.k.heads,
                      .head_dim = problem.q.dim,
                      .value_dim = problem.v.dim,
+                     .values_in_keys = o.values_in_keys,
                      .dtypes = {.compute = problem.q.dtype,
                                 .fp8_products = o.fp8_products,
                                 .bf16_products = o.bf16_products},

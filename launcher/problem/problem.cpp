@@ -233,14 +233,14 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
         table_[b * columns_ + i] = order[next++];
     block_table_ = on_device(device, table_);
     k_ = pages(problem.k, false);
-    v_ = pages(problem.v, true);
+    if (!o.values_in_keys) v_ = pages(problem.v, true);
     args_.k = page_view(k_.data(), false);
-    args_.v = page_view(v_.data(), true);
+    if (!o.values_in_keys) args_.v = page_view(v_.data(), true);
     args_.block_table = {
         static_cast<const std::int32_t*>(block_table_.data()), {problem.batch(), columns_}, device};
   } else {
     k_ = keys_in_place(problem.k);
-    v_ = keys_in_place(problem.v);
+    if (!o.values_in_keys) v_ = keys_in_place(problem.v);
     const auto view = [&](const Buffer& memory, const Source& source) {
       if (problem.capacity > 0)
         return Tensor(memory.data(), source.dtype,
@@ -249,7 +249,7 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
       return Tensor(memory.data(), source.dtype, {rows, o.kv_heads, source.dim}, device);
     };
     args_.k = view(k_, problem.k);
-    args_.v = view(v_, problem.v);
+    if (!o.values_in_keys) args_.v = view(v_, problem.v);
   }
   args_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
   args_.out =

@@ -137,6 +137,7 @@ def attend(
     dropout_seed: Numbers | None = None,
     dropout_sequences: Numbers | None = None,
     dropout_first_head: int = 0,
+    values_in_keys: bool = False,
     keys: Layout | Sharding = "contiguous",
     queries: Layout | Sharding | None = None,
     results: Part | Layout | Sharding = "all",
@@ -225,6 +226,8 @@ def attend(
         dropout_seed: seed, or [seed, offset], int64; None takes one that rank 0 draws.
         dropout_sequences: [batch] numbers of the sequences for that function; None is 0, 1 ...
         dropout_first_head: the number of the first head there, for a part of a model's heads.
+        values_in_keys: v is the first columns of k, the same memory, on every rank (latent attention, MLA): where keys
+            travel, each travels once, with its value. Without it such a v travels beside k.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
             parts in rank order. With total_keys or cache_seqlens these are the parts that
             longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
@@ -309,7 +312,7 @@ def attend(
         rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale,
         causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
         dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
-        dropout_first_head=dropout_first_head)
+        dropout_first_head=dropout_first_head, values_in_keys=values_in_keys)
 
 
 def _given_nothing(function, **more) -> dict:
@@ -333,6 +336,7 @@ class Attention:
         comm: the ranks; None is this process alone, on CPUs.
         heads, kv_heads, head_dim, value_dim: sizes; where None, kv_heads is heads and value_dim is
             head_dim.
+        values_in_keys: as in attend. A run may then leave v out (None).
         dtype: of the products: "float32", "float16" or "bfloat16", on CPUs also "float64"; or such a
             dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
         causal, causal_alignment, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
@@ -388,10 +392,11 @@ class Attention:
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0,
                  gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0,
-                 dropout_p: float = 0.0, dropout_first_head: int = 0):
+                 dropout_p: float = 0.0, dropout_first_head: int = 0, values_in_keys: bool = False):
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
+        self._columns = (head_dim if value_dim is None else value_dim) if values_in_keys else None
         self._layer = _core.layer(
             comm=comm, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
             q_dtype=q_dtype, kv_dtype=kv_dtype, out_dtype=out_dtype, tf32=tf32, fp8_products=fp8_products,
@@ -402,9 +407,13 @@ class Attention:
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
             gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment,
-            dropout_p=dropout_p, dropout_first_head=dropout_first_head)
+            dropout_p=dropout_p, dropout_first_head=dropout_first_head, values_in_keys=values_in_keys)
 
-    def __call__(self, q: Array, k: Array, v: Array, *, causal: Numbers | None = None,
+    def _values(self, k: Array, v: Array | None) -> Array | None:
+        """v, or where it is left out the first columns of k."""
+        return k[..., :self._columns] if v is None and self._columns is not None else v
+
+    def __call__(self, q: Array, k: Array, v: Array | None, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                  block_table: Array | None = None, cache_batch_idx: Numbers | None = None,
                  k_new: Array | None = None, v_new: Array | None = None,
@@ -422,6 +431,7 @@ class Attention:
                  stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
         `skip_decode`: sequences of one query are skipped, their rows left as they are."""
+        v = self._values(k, v)
         whole_keys, whole_queries, message = contradiction(
             q, k, v, comm=self._layer.comm(), cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q,
             block_table=block_table if cache_batch_idx is None else cache_batch_idx, k_new=k_new, v_new=v_new,
@@ -518,7 +528,7 @@ class Attention:
             whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, **_WITHOUT_GRADIENT)
 
-    def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array, *,
+    def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array | None, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,
                block_table: Array | None = None, cache_batch_idx: Numbers | None = None,
                total_keys: int | None = None, key_table: Numbers | None = None,
@@ -536,6 +546,7 @@ class Attention:
             total_keys: keys of the one sequence, the new ones included.
             rotary_cos, rotary_sin: as in attend; k_new is rotated where the layer has a rotary_dim.
         """
+        v = self._values(k, v)
         table = block_table if cache_batch_idx is None else cache_batch_idx
         _, _, message = contradiction(None, k, v, comm=self._layer.comm(), block_table=table, k_new=k_new, v_new=v_new,
                                       keys=self._dealt_out["keys"], queries=None)

@@ -362,6 +362,26 @@ void check_one_call(const AttentionArgs& args) {
           shape_text(q), rows);
 }
 
+Tensor values_of(const Tensor& k, const Tensor& v, const Options& options) {
+  if (!options.values_in_keys) return v;
+  const int columns = options.of_values(), last = k.dims - 1;
+  require(k.dims == 3 || k.dims == 4,
+          "k is {}, and its first {} columns are the values (values_in_keys): [keys, kv_heads, "
+          "head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or pages of that form",
+          shape_text(k), columns);
+  require(k.shape[last] == options.head_dim, "k is {}; rows of {} (head_dim) are wanted",
+          shape_text(k), options.head_dim);
+  const bool is_left_out = v.dims == 0, is_empty = k.size() == 0 && v.size() == 0;
+  require(is_left_out || (v.shape[v.dims - 1] == columns && (is_empty || values_in_keys(k, v))),
+          "v is {} in memory of its own or with strides of its own, and the layer was made for "
+          "values that are the first {} columns of k (values_in_keys): leave v out, or give that "
+          "view of k",
+          shape_text(v), columns);
+  Tensor view = k;
+  view.shape[last] = columns;
+  return view;
+}
+
 AttentionArgs with_batch_rows(const AttentionArgs& args) {
   AttentionArgs flat = args;
   flat.q = batch_rows(args.q, "q");

@@ -43,6 +43,19 @@ void check_rope(const Options& o) {
                     name(o.dtypes.of_query()), name(o.dtypes.compute)));
 }
 
+/// Throws for values that cannot be the first columns of their keys.
+void check_values_in_keys(const Options& o) {
+  if (!o.values_in_keys) return;
+  usage(o.of_values() <= o.head_dim,
+        fmt::format("values_in_keys with head_dim {} and value_dim {}: values that are the first "
+                    "columns of their keys are no wider than these",
+                    o.head_dim, o.of_values()));
+  if (o.gradients)
+    throw Unsupported(
+        "values_in_keys with gradients is not supported: leave it out. A run may then still have a "
+        "v that is the first columns of k, and dk holds the gradient of both");
+}
+
 /// Throws for options that no call could have.
 void check_fp8_products(const Options& o) {
   const DType q = o.dtypes.of_query(), kv = o.dtypes.of_kv();
@@ -292,6 +305,7 @@ void check_values(const Options& o, int ranks) {
         fmt::format("max_qq_gradient {} is not in 0 to 2^20; 0 means no gradient of qq_bias",
                     o.limits.max_qq_gradient));
   check_rope(o);
+  check_values_in_keys(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",

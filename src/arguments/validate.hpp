@@ -47,6 +47,10 @@ struct Checked {
 /// Returns the same arguments with q, out and lse as batch_rows() views them.
 AttentionArgs with_batch_rows(const AttentionArgs& args);
 
+/// The values of a run or an append: with Options::values_in_keys the first columns of k, where v
+/// is left out or is just that; otherwise v. InputError for another v.
+Tensor values_of(const Tensor& k, const Tensor& v, const Options& options);
+
 /// Throws InputError for tensors and arrays that do not fit the options or each other. On the host
 /// it also checks lengths and tables, which it cannot read on a GPU. ServingKernels::check_arrays
 /// checks the contents of block tables.

@@ -361,12 +361,16 @@ Attention& Attention::operator=(Attention&&) noexcept = default;
 
 void Attention::run(const AttentionArgs& given, Stream stream) {
   const trace::Range range("longspan run");
-  const AttentionArgs args = with_batch_rows(given);
+  AttentionArgs args = with_batch_rows(given);
   Impl& layer = *impl_;
   const DeviceGuard guard(layer.world.gpu());
   const auto described = [&] { return RunDescription(args, layer.options); };
   const Checked checked = layer.runs->checked(
-      [&] { return check_attention(args, layer.options, layer.world); }, described);
+      [&] {
+        args.v = values_of(args.k, args.v, layer.options);
+        return check_attention(args, layer.options, layer.world);
+      },
+      described);
   layer.runs->check();
   const AttentionArgs turned = layer.with_rotated(args);
   const Run run = layer.make_run(turned, checked, stream);
@@ -411,9 +415,11 @@ void Attention::backward(const GradientArgs& given, Stream stream) {
   layer.bias_gradients->finish(pass, args);
 }
 
-void Attention::append(const Append& tokens, Stream stream) {
+void Attention::append(const Append& given, Stream stream) {
   const trace::Range range("longspan append");
   Impl& layer = *impl_;
+  Append tokens = given;
+  tokens.v = values_of(given.k, given.v, layer.options);
   const DeviceGuard guard(layer.world.gpu());
   const Checked checked = check_append(tokens, layer.options, layer.world);
   layer.find_key_starts(checked, stream);

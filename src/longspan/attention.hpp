@@ -60,7 +60,8 @@ struct AttentionArgs {
                ///< [batch, capacity, kv_heads, head_dim], each sequence at the start of its row;
                ///< or, with a block table, the rank's pages
   Tensor v;    ///< like k, with value_dim columns. It may be the first columns of k (MLA): the same
-               ///< memory and strides, with fewer columns
+               ///< memory and strides, with fewer columns. Left out, it is that with
+               ///< Options::values_in_keys
   Tensor out;  ///< like q, with value_dim columns; never read. Rows of the batch are written whole,
                ///< others not at all. With Options::results by heads it has the rank's heads only;
                ///< by rows the rank's rows, [rows, heads, value_dim]

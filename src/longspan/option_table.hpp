@@ -92,6 +92,7 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("", "kv_heads", "kv_heads", "--kv-heads", o.kv_heads);
   is("", "head_dim", "head_dim", "--dim", o.head_dim);
   is("", "value_dim", "value_dim", "--value-dim", o.value_dim);
+  is("", "values_in_keys", "values_in_keys", "--values-in-keys", o.values_in_keys);
 
   is("", "dtypes.compute", "dtype", "--dtype", o.dtypes.compute);
   is("", "dtypes.query", "q_dtype", "--qkv-dtype", o.dtypes.query);

@@ -187,12 +187,16 @@ struct Options {
   int kv_heads = 1;   ///< divides heads: query head h reads kv head h / (heads / kv_heads)
   int head_dim = 64;  ///< of queries and keys: any of 1 to 576 (limits.hpp)
   std::optional<int> value_dim = {};  ///< of values and results: any of 1 to 512; default head_dim
-  DTypes dtypes = {};                 ///< element types
-  Mask mask = {};                     ///< which keys a query sees
-  ScoreOptions score = {};            ///< how scores are made from q.k
-  RopeOptions rope = {};              ///< how positions rotate q and new keys; off by default
-  DropoutOptions dropout = {};        ///< which weights are dropped; none by default
-  Limits limits = {};                 ///< the largest run
+  bool values_in_keys = false;  ///< v of every run is the first value_dim columns of k, as latent
+                                ///< attention (MLA) keeps it, and may be left out. A key then
+                                ///< travels once, with its value. Without this a run may have such
+                                ///< a v too, which travels beside k
+  DTypes dtypes = {};           ///< element types
+  Mask mask = {};               ///< which keys a query sees
+  ScoreOptions score = {};      ///< how scores are made from q.k
+  RopeOptions rope = {};        ///< how positions rotate q and new keys; off by default
+  DropoutOptions dropout = {};  ///< which weights are dropped; none by default
+  Limits limits = {};           ///< the largest run
 
   Sharding keys = {};  ///< how the keys of each sequence are distributed over the ranks
   /// Not given: every rank holds all the queries and gets the whole result, bitwise equal on all

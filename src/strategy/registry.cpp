@@ -73,9 +73,12 @@ std::string refuse_parts(const Options& options) {
 double query_row_bytes(const Options& o) {
   return 1.0 * o.heads * storage_of(o.dtypes.of_query()).row_bytes(o.head_dim);
 }
+std::int64_t travelling_value_bytes(const Options& o) {
+  return o.values_in_keys ? 0 : storage_of(o.dtypes.of_kv()).row_bytes(o.of_values());
+}
 double key_row_bytes(const Options& o) {
   const StorageFormat format = storage_of(o.dtypes.of_kv());
-  return 1.0 * o.kv_heads * (format.row_bytes(o.head_dim) + format.row_bytes(o.of_values()));
+  return 1.0 * o.kv_heads * (format.row_bytes(o.head_dim) + travelling_value_bytes(o));
 }
 double state_row_bytes(const Options& o) {
   return (4.0 * kernels::padded_dim(o.of_values()) + 8.0) * o.heads;

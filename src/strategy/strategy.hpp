@@ -209,6 +209,8 @@ void require_exchange(const Options& options, bool is_had, const std::string& wh
 /// heads.
 double query_row_bytes(const Options& options);
 double key_row_bytes(const Options& options);
+/// The bytes of a value of one head that travels beside its key: 0 if it travels in it.
+std::int64_t travelling_value_bytes(const Options& options);
 double state_row_bytes(const Options& options);
 /// The bytes of the rotated query rows of the largest run, which a layer with RoPE keeps.
 double rotated_bytes(const Options& options);

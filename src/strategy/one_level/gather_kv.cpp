@@ -36,7 +36,7 @@ class GatherKv final : public Strategy {
     if (layer_.options.gradients) gradients_.emplace(layer_, keys_);
     if (ranks() == 1) return;
     puts_.emplace(layer_, keys_, most_keys());
-    make_gather({.ranks = ranks(), .parts = is_host() ? 0 : 2}, route_);
+    make_gather({.ranks = ranks(), .parts = is_host() ? 0 : keys_.has_values() ? 2 : 1}, route_);
   }
 
   void lay_out(Parts& memory) override {
@@ -166,9 +166,10 @@ class GatherKv final : public Strategy {
         for (std::int64_t i = 0; i < keys;) {
           if (count == most_keys())
             throw InputError("the ranks' keys overlap: they have more than the sequences");
-          spans_[count++] = {whole + shard.position(i, length),
-                             block.k + (start + i) * keys_.key_bytes(),
-                             block.v + (start + i) * keys_.value_bytes()};
+          std::byte* const key = block.k + (start + i) * keys_.key_bytes();
+          spans_[count++] = {
+              whole + shard.position(i, length), key,
+              keys_.has_values() ? block.v + (start + i) * keys_.value_bytes() : key};
           i += kernels::consecutive_keys(shard, i, keys, length);
         }
         whole += length;
@@ -259,7 +260,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
   const double row = key_row_bytes(options);
   const double come = ranks * most_keys_of_a_rank(options.keys, size.keys, ranks);
   RunCost cost{.received_bytes = (ranks - 1) * size.keys / ranks * row,
-               .messages = 2,
+               .messages = options.values_in_keys ? 1.0 : 2.0,
                .work = options.queries ? 1.0 / ranks : 1.0,
                .backward = KeyGradients::cost(options, ranks, size)};
   if (device == Device::host) {
@@ -267,7 +268,7 @@ RunCost cost(const Options& options, int ranks, const RunSize& size, Device devi
     return cost;
   }
   const double wider = row * std::max(options.head_dim, options.of_values()) /
-                       (options.head_dim + options.of_values());
+                       (options.head_dim + (options.values_in_keys ? 0 : options.of_values()));
   cost.workspace_bytes = std::max(states, come * wider) + size.keys * row + gradients;
   if (ranks <= PeerView::kMostRanks && options.exchange != Exchange::gather) {
     const int pieces = pieces_of_keys(options.heads, options.kv_heads, come / ranks * row).count;

@@ -49,8 +49,8 @@ HeadExchange::HeadExchange(const LayerContext& layer, const NodeRanks& ranks, co
       own_keys_(own_layer_),
       route_(peers()),
       underway_(peers()) {
-  make_gather({.ranks = peers(),
-               .parts = rows_.are_gathered() ? 3 : 2,  // queries, keys, values
+  make_gather({.ranks = peers(),  // queries, keys, values
+               .parts = (rows_.are_gathered() ? 1 : 0) + (keys_.has_values() ? 2 : 1),
                .result_parts = by_heads() ? 0 : 1},
               route_);
 }
@@ -82,7 +82,7 @@ void HeadExchange::lay_out_whole(Parts& memory) {
                                 : most_keys_of_a_rank(of_nodes(layer_.options.keys, ranks_.count),
                                                       limits, own.batch.size, ranks_.nodes);
   ordered_.k = memory.take(at(key_slot(most, 0)));
-  ordered_.v = memory.take(at(key_slot(most, 1)));
+  if (keys_.has_values()) ordered_.v = memory.take(at(key_slot(most, 1)));
 }
 
 void HeadExchange::prepare(Pass& pass, const char* strategy) const {
@@ -426,7 +426,7 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
   const StorageFormat format = storage_of(o.dtypes.of_kv());
   const double query = 1.0 * most.query * storage_of(o.dtypes.of_query()).row_bytes(o.head_dim);
   const double key = 1.0 * most.kv * format.row_bytes(o.head_dim);
-  const double value = 1.0 * most.kv * format.row_bytes(o.of_values());
+  const double value = 1.0 * most.kv * static_cast<double>(travelling_value_bytes(o));
   const double block = most_keys_of_a_rank(o.keys, size.keys, ranks);
   const double queries = o.queries ? aligned(own_rows * query) : 0;
   const double keys = aligned(block * key), values = aligned(block * value);
@@ -439,7 +439,7 @@ RunCost head_exchange_cost(const Options& o, int ranks, const RunSize& size) {
                              (o.queries ? rows * query : 0) +
                              (dealt ? ranks * own_rows * sizeof(std::int64_t) : 0) +
                              block * key_row_bytes(o) + size.keys * (key + value),
-          .messages = 2.0 + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
+          .messages = (o.values_in_keys ? 1.0 : 2.0) + (o.queries ? 1 : 0) + (by_heads ? 0 : 1),
           .work = static_cast<double>(most.query) / o.heads,
           .keys_read = static_cast<double>(most.kv) / o.kv_heads,
           .copied_bytes = 2 * ranks * (queries + keys + values + results)};

@@ -49,12 +49,18 @@ Operands operands_of(const LayerContext& layer, const HeadExchange& exchange, co
                      const KeyBlock& own) {
   const kernels::AttendParams& all = layer.bounds;
   const KeyBlock& whole = exchange.whole_keys();
+  const Travelling keys{
+      {own.k, all.kv_heads, row_bytes(all.kv_dtype, all.head_dim)}, whole.k, &HeadShare::kv};
   return {
       {{static_cast<std::byte*>(run.args.q.data), all.heads, row_bytes(all.q_dtype, all.head_dim)},
        exchange.whole_queries(),
        &HeadShare::query},
-      {{own.k, all.kv_heads, row_bytes(all.kv_dtype, all.head_dim)}, whole.k, &HeadShare::kv},
-      {{own.v, all.kv_heads, row_bytes(all.kv_dtype, all.value_dim)}, whole.v, &HeadShare::kv}};
+      keys,
+      layer.options.values_in_keys
+          ? keys
+          : Travelling{{own.v, all.kv_heads, row_bytes(all.kv_dtype, all.value_dim)},
+                       whole.v,
+                       &HeadShare::kv}};
 }
 
 }  // namespace
@@ -100,7 +106,7 @@ std::optional<HeadPuts::Way> HeadPuts::way_of(const Run& run) const {
   const kernels::AttendParams& all = layer_.bounds;
   const std::int64_t of_row = all.heads * row_bytes(all.q_dtype, all.head_dim);
   const std::int64_t of_key = all.kv_heads * (row_bytes(all.kv_dtype, all.head_dim) +
-                                              row_bytes(all.kv_dtype, all.value_dim));
+                                              travelling_value_bytes(layer_.options));
   auto rows = stretches_of_ranks(arrays.queries, ranks(), arrays.queries.length);
   auto keys = stretches_of_ranks(arrays.keys, ranks(), arrays.keys.length);
   // Such a rank refuses rows that it has no memory for, so they must not be put either.
@@ -187,7 +193,7 @@ KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
                            dim);
   };
   arrivals.k = own_heads(way.own.k.own, layer_.bounds.head_dim);
-  arrivals.v = own_heads(way.own.v.own, layer_.bounds.value_dim);
+  arrivals.v = has_values() ? own_heads(way.own.v.own, layer_.bounds.value_dim) : arrivals.k;
   arrivals.portions = list_portions(way.keys, rank(), arrivals.portion);
   arrivals.query_portions = list_portions(way.rows, rank(), arrivals.query_portion);
   return arrivals;
@@ -256,7 +262,7 @@ RowPuts HeadPuts::puts_of(const Way& way, bool begins) const {
         distance == 0 && begins ? ends_of(own, KeyArrivals::kMargin) : own;
     put(way.rows[at(rank())], way.own.q, size, 1);
     put(keys, way.own.k, kv_size, every);
-    put(keys, way.own.v, kv_size, every);
+    if (has_values()) put(keys, way.own.v, kv_size, every);
   }
   puts.divide();
   return puts;
@@ -268,7 +274,8 @@ std::size_t HeadPuts::received(const Way& way) const {
   const std::int64_t others_rows = way.tokens - way.rows_of(rank()),
                      others_keys = way.length - count_rows(way.keys[at(rank())]);
   return at(others_rows * way.own.q.row_bytes(share) +
-            others_keys * (way.own.k.row_bytes(share) + way.own.v.row_bytes(share)));
+            others_keys *
+                (way.own.k.row_bytes(share) + (has_values() ? way.own.v.row_bytes(share) : 0)));
 }
 
 /// The bytes of received finished rows.

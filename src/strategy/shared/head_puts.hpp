@@ -46,6 +46,7 @@ class HeadPuts {
 
   int ranks() const { return layer_.comm.size(); }
   int rank() const { return layer_.comm.rank(); }
+  bool has_values() const { return !layer_.options.values_in_keys; }  // beside keys
 
   kernels::KeyArrivals arrivals_of(const Way& way) const;
   kernels::RowPuts puts_of(const Way& way, bool begins) const;

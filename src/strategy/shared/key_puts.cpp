@@ -125,7 +125,7 @@ RowPuts KeyPuts::puts_of(const Run& run, const Ways& ways, const KeyBlock& own, 
   };
   const auto put_keys = [&](int to, const Stretch& one) {
     put(to, one, own.k, whole_.k, keys_.key_bytes());
-    put(to, one, own.v, whole_.v, keys_.value_bytes());
+    if (keys_.has_values()) put(to, one, own.v, whole_.v, keys_.value_bytes());
   };
   for (int distance = 1; distance < ranks(); ++distance) {
     const int to = (rank() + distance) % ranks();

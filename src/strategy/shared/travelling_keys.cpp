@@ -104,7 +104,7 @@ KeyBlock TravellingKeys::take_block(Parts& memory, std::int64_t rows) const {
   const auto count = static_cast<std::size_t>(rows);
   KeyBlock block;
   block.k = memory.take(count * static_cast<std::size_t>(key_bytes()));
-  block.v = memory.take(count * static_cast<std::size_t>(value_bytes()));
+  if (has_values()) block.v = memory.take(count * static_cast<std::size_t>(value_bytes()));
   block.start = memory.take_array<std::int64_t>(static_cast<std::size_t>(layer_.bounds.batch.size));
   if (is_listed()) block.positions = memory.take_array<std::int64_t>(count);
   return block;
@@ -173,7 +173,8 @@ bool TravellingKeys::must_copy(const Run& run) const {
   const kernels::AttendParams& p = run.attend;
   const bool one_after_the_other = run.arrays.batch == 1 || p.batch.key_start != nullptr;
   return p.pages || !knows_lengths(run) || !one_after_the_other ||
-         !is_dense(p.k, layer_.bounds.head_dim) || !is_dense(p.v, layer_.bounds.value_dim);
+         !is_dense(p.k, layer_.bounds.head_dim) ||
+         (has_values() && !is_dense(p.v, layer_.bounds.value_dim));
 }
 
 KeyBlock TravellingKeys::in_place(const Run& run) const {
@@ -191,7 +192,7 @@ void TravellingKeys::copy_to(const Run& run, const KeyBlock& block) const {
   copy.v = run.attend.v;
   copy.pages = run.attend.pages;
   copy.to_k = block.k;
-  copy.to_v = block.v;
+  copy.to_v = has_values() ? block.v : nullptr;
   copy.to_start = run.arrays.batch > 1 ? block.start : nullptr;
   copy.rows = rows_of(run, own);
   copy.longest = longest(run, own);
@@ -236,7 +237,7 @@ std::size_t TravellingKeys::list_pieces(const Run& run, const Move& move, const 
                        bytes(move.receives, from, row_bytes)};
   };
   add(own.k, to.k, key_bytes());
-  add(own.v, to.v, value_bytes());
+  if (has_values()) add(own.v, to.v, value_bytes());
   if (to.positions != nullptr) add(own.positions, to.positions, sizeof(std::int64_t));
   return count;
 }
@@ -273,6 +274,7 @@ kernels::KvRows TravellingKeys::keys_in(const KeyBlock& block) const {
   return {block.k, row_elements(layer_.bounds.head_dim), layer_.bounds.head_dim};
 }
 kernels::KvRows TravellingKeys::values_in(const KeyBlock& block) const {
+  if (!has_values()) return keys_in(block);
   return {block.v, row_elements(layer_.bounds.value_dim), layer_.bounds.value_dim};
 }
 

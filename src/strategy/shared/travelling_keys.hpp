@@ -24,7 +24,7 @@ std::string refuse_travelling_keys(const Options& options, int ranks);
 /// Keys and values of one rank, contiguous. It does not own them.
 struct KeyBlock {
   std::byte* k = nullptr;             // [rows, kv_heads, head_dim]
-  std::byte* v = nullptr;             // [rows, kv_heads, value_dim]
+  std::byte* v = nullptr;             // [rows, kv_heads, value_dim]; none with values_in_keys
   std::int64_t* start = nullptr;      // [batch] first row of each sequence
   std::int64_t* positions = nullptr;  // [rows] of listed keys; else null
 };
@@ -98,7 +98,10 @@ class TravellingKeys {
   Shard shard_of(const Run& run, int rank, const KeyBlock& block) const;
 
   std::int64_t key_bytes() const { return row_bytes(layer_.bounds.head_dim); }
-  std::int64_t value_bytes() const { return row_bytes(layer_.bounds.value_dim); }
+  /// 0 if values travel in their keys.
+  std::int64_t value_bytes() const { return has_values() ? row_bytes(layer_.bounds.value_dim) : 0; }
+  /// Whether values travel beside keys: they are not in them (Options::values_in_keys).
+  bool has_values() const { return !layer_.options.values_in_keys; }
 
  private:
   std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }

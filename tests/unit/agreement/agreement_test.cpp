@@ -173,6 +173,7 @@ const std::map<std::string, OptionCase> kOptions{
     {"kv_heads", {[](Options& o) { o.kv_heads = 2; }}},
     {"head_dim", {[](Options& o) { o.head_dim = 128; }}},
     {"value_dim", {[](Options& o) { o.value_dim = 24; }}},
+    {"values_in_keys", {[](Options& o) { o.values_in_keys = true; }}},
     {"dtypes.compute",
      {[](Options& o) { o.dtypes.compute = fp16; },
       [](Options& o) { o.dtypes.query = o.dtypes.kv = o.dtypes.out = e4m3; }}},

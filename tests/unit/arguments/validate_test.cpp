@@ -232,6 +232,7 @@ TEST(Validate, RanksCompareEveryOption) {
       {"kv_heads", [](Options& o) { o.kv_heads = 1; }},
       {"head_dim", [](Options& o) { o.head_dim = 64; }},
       {"value_dim", [](Options& o) { o.value_dim = 64; }},
+      {"values_in_keys", [](Options& o) { o.values_in_keys = true; }},
       {"dtypes.compute", [](Options& o) { o.dtypes.compute = fp16; }},
       {"dtypes.query", [](Options& o) { o.dtypes.query = e4m3; }},
       {"dtypes.kv", [](Options& o) { o.dtypes.kv = e5m2; }},

@@ -17,7 +17,8 @@ import sys
 
 from . import _core
 from ._attention import ALONE, attend
-from ._errors import InputError, UnsupportedError
+from ._errors import InputError, UnsupportedError, UsageError
+from ._mla import joined
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 from ._serving import narrow_lse, wide_lse
 
@@ -400,5 +401,146 @@ def _result(q, shape, dtype):
     return out
 
 
-__all__ = ["merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
+# ---- latent attention (MLA) --------------------------------------------------------------------------------------
+
+
+def _pages_of(indptr, indices):
+    """[batch, most pages] int32 from a flat list of pages and where those of each sequence begin; -1 past them."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(indices, torch.Tensor):
+        space, place, wide = torch, {"device": indices.device}, dict(dtype=torch.int64)
+        indptr = torch.as_tensor(indptr).to(indices.device)
+    else:
+        import numpy as space
+
+        place, wide, indptr, indices = {}, dict(dtype=space.int64), space.asarray(indptr), space.asarray(indices)
+    starts, ends = indptr[:-1], indptr[1:]
+    most = int((ends - starts).max()) if len(starts) else 0  # this waits for a tensor on a GPU, as FlashInfer's plan does
+    if int(indptr[-1]) > len(indices) or bool((ends < starts).any()):
+        raise InputError(f"kv_indptr does not ascend to at most {len(indices)}, the number of kv_indices")
+    at = starts[:, None] + space.arange(max(most, 1), **wide, **place)[None]
+    is_page = at < ends[:, None]
+    if not len(indices):
+        return space.full((len(starts), 1), -1, dtype=space.int32, **place)
+    pages = indices[space.where(is_page, at, 0 * at)]
+    table = space.where(is_page, pages, 0 * pages - 1)
+    return table.to(space.int32) if place else table.astype(space.int32)
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Latent attention (MLA) over pages, planned once for several runs, on any device.
+
+    Args:
+        float_workspace_buffer: not read: longspan keeps its own memory.
+        use_cuda_graph: False; runs to be captured are those of longspan.Attention.
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr: buffers for CUDA graphs: None.
+        backend: not read: it chooses a kernel of FlashInfer. "cutlass", whose arguments are others, is refused.
+
+    >>> import numpy as np
+    >>> from longspan.flashinfer import BatchMLAPagedAttentionWrapper
+    >>> cache = np.random.default_rng(0).standard_normal((8, 64, 576), dtype=np.float32)
+    >>> q = np.ones((2, 16, 576), np.float32)
+    >>> wrapper = BatchMLAPagedAttentionWrapper(None)
+    >>> starts, lengths = np.array([0, 1, 2], np.int32), np.array([300, 20], np.int32)
+    >>> wrapper.plan(starts, np.array([0, 5, 6], np.int32), np.arange(6, dtype=np.int32), lengths, 16, 512, 64, 64, True,
+    ...              192 ** -0.5, q.dtype, cache.dtype)
+    >>> out, lse = wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 16, 512), (2, 16))
+    """
+
+    def __init__(self, float_workspace_buffer: Any, use_cuda_graph: bool = False, qo_indptr: Any = None,
+                 kv_indptr: Any = None, kv_indices: Any = None, kv_len_arr: Any = None, backend: str = "auto"):
+        name = "longspan.flashinfer.BatchMLAPagedAttentionWrapper"
+        _check_tuning(backend, use_cuda_graph=use_cuda_graph)
+        if backend == "cutlass":
+            raise UnsupportedError(f"backend is 'cutlass', which {name} does not support: plan and run without it, or call "
+                                   "longspan.sglang.cutlass_mla_decode")
+        refuse(name, "capture the runs of a longspan.Attention", use_cuda_graph=(use_cuda_graph, False),
+               qo_indptr=(qo_indptr, None), kv_indptr=(kv_indptr, None), kv_indices=(kv_indices, None),
+               kv_len_arr=(kv_len_arr, None))
+        self._planned: dict | None = None
+
+    def plan(self, qo_indptr: Array, kv_indptr: Array, kv_indices: Array, kv_len_arr: Array, num_heads: int,
+             head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, q_data_type: Any,
+             kv_data_type: Any, use_profiler: bool = False) -> None:
+        """What the next runs have in common.
+
+        Args:
+            qo_indptr: [batch + 1] int32, where the rows of each sequence begin.
+            kv_indptr: [batch + 1] int32, where the pages of each sequence begin in kv_indices [pages] int32.
+            kv_len_arr: [batch] int32, keys of each sequence.
+            num_heads, head_dim_ckv, head_dim_kpe, page_size: sizes, which runs are checked for.
+            causal: the rows of a sequence are its last tokens, and see no key behind their own.
+            q_data_type, kv_data_type: types of q and of the caches, the same one.
+        """
+        check_shape("qo_indptr", qo_indptr, (None,), "[batch + 1]")
+        check_shape("kv_indptr", kv_indptr, (qo_indptr.shape[0],), "[batch + 1]")
+        check_shape("kv_len_arr", kv_len_arr, (qo_indptr.shape[0] - 1,), "[batch]")
+        check_shape("kv_indices", kv_indices, (None,), "[pages]")
+        refuse("longspan.flashinfer.BatchMLAPagedAttentionWrapper", "leave it out", use_profiler=(use_profiler, False))
+        if not isinstance(causal, bool):
+            raise TypeError(f"causal is of type '{type(causal).__name__}'; a bool is wanted")
+        self._planned = dict(
+            cu_seqlens_q=qo_indptr, cache_seqlens=kv_len_arr, block_table=_pages_of(kv_indptr, kv_indices), causal=causal,
+            softmax_scale=sm_scale)
+        self._sizes = dict(heads=int(num_heads), ckv=int(head_dim_ckv), kpe=int(head_dim_kpe), page=int(page_size))
+        self._types = {"q_nope": str(q_data_type), "ckv_cache": str(kv_data_type)}
+
+    def run(self, q_nope: Array, q_pe: Array, ckv_cache: Array, kpe_cache: Array, out: Array | None = None,
+            lse: Array | None = None, return_lse: bool = False, profiler_buffer: Any = None, kv_len: Any = None,
+            page_table: Any = None, return_lse_base_on_e: bool = False) -> Any:
+        """The attention of the planned batch.
+
+        Args:
+            q_nope, q_pe: [tokens, heads, head_dim_ckv], [tokens, heads, head_dim_kpe].
+            ckv_cache, kpe_cache: pages [pages, page_size, head_dim_ckv] and [pages, page_size, head_dim_kpe], the first and
+                the last columns of one cache [pages, page_size, head_dim_ckv + head_dim_kpe].
+            out, lse: written in place of new arrays: [tokens, heads, head_dim_ckv], and [tokens, heads] float32.
+            return_lse_base_on_e: lse is natural; otherwise of base 2.
+
+        Returns:
+            out; with return_lse (out, lse).
+
+        Raises:
+            UsageError: nothing is planned. UnsupportedError: two caches that are not parts of one; profiler_buffer, and
+            kv_len and page_table, which are those of backend "cutlass".
+        """
+        name = "longspan.flashinfer.BatchMLAPagedAttentionWrapper"
+        if self._planned is None:
+            raise UsageError("run() is called before plan(), which says what the batch is")
+        refuse(name, "leave it out", profiler_buffer=(profiler_buffer, None))
+        refuse(name, "plan() takes the lengths and the pages", kv_len=(kv_len, None), page_table=(page_table, None))
+        n = self._sizes
+        check_shape("q_nope", q_nope, (None, n["heads"], n["ckv"]), "[tokens, num_heads, head_dim_ckv]")
+        check_shape("q_pe", q_pe, (q_nope.shape[0], n["heads"], n["kpe"]), "[tokens, num_heads, head_dim_kpe]")
+        check_shape("ckv_cache", ckv_cache, (None, n["page"], n["ckv"]), "[pages, page_size, head_dim_ckv]")
+        check_shape("kpe_cache", kpe_cache, (ckv_cache.shape[0], n["page"], n["kpe"]), "[pages, page_size, head_dim_kpe]")
+        for of, array in (("q_nope", q_nope), ("ckv_cache", ckv_cache)):
+            wanted = self._types[of].removeprefix("torch.").removeprefix("<class '").removesuffix("'>").rpartition(".")[2]
+            if type_of(array) != wanted:
+                raise InputError(f"{of} is {type_of(array)}, and plan() was told {wanted}")
+        if lse is not None:
+            check_shape("lse", lse, tuple(q_nope.shape[:2]), "[tokens, heads]")
+        q = joined(q_nope, q_pe, "q_nope", "q_pe", copies=True)
+        k = joined(ckv_cache, kpe_cache, "ckv_cache", "kpe_cache", copies=False)[:, :, None]
+        try:
+            made, found = attend(q, k, k[..., :n["ckv"]], comm=ALONE, values_in_keys=True, return_lse=True, out=out,
+                                 **self._planned)
+        except TRANSLATED as error:
+            raise in_their_words(error, _MLA_NAMES) from None
+        if not return_lse:
+            return made
+        if not return_lse_base_on_e:
+            found = found * LOG2_E
+        if lse is None:
+            return made, found
+        lse[:] = found
+        return made, lse
+
+
+_MLA_NAMES = {"cu_seqlens_q": "qo_indptr", "query_start": "qo_indptr", "cache_seqlens": "kv_len_arr", "kv_len": "kv_len_arr",
+              "block_table": "kv_indices", "softmax_scale": "sm_scale", "q": "q_nope", "k": "ckv_cache", "v": "ckv_cache"}
+
+__all__ = ["BatchMLAPagedAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states", "single_decode_with_kv_cache",
            "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse"]

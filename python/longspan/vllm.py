@@ -19,6 +19,7 @@ import sys
 from . import _core
 from ._core import Communicator
 from ._errors import InputError, UnsupportedError
+from ._mla import FlashMLASchedMeta, cutlass, flash_mla
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 from ._serving import narrow_lse, wide_lse
 
@@ -509,5 +510,140 @@ def mask_dcp_empty_shards_(lse: Array, seq_lens: Array | None, query_start_loc: 
         lse[:] = masked
 
 
-__all__ = ["context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce",
-           "mask_dcp_empty_shards_", "merge_attn_states", "unified_attention"]
+# ---- latent attention (MLA) --------------------------------------------------------------------------------------
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """What FlashMLA returns: a place for its schedule, and None. Nothing is read of the arguments, nor of the result:
+    longspan plans each call by itself.
+
+    >>> from longspan.vllm import get_mla_metadata
+    >>> metadata, none = get_mla_metadata()
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array | None, cache_seqlens: Array | None,
+                           head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: Any = None,
+                           softmax_scale: float | None = None, causal: bool = False, is_fp8_kvcache: bool = False,
+                           indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
+                           extra_indices_in_kvcache: Any = None, topk_length: Any = None,
+                           extra_topk_length: Any = None) -> tuple[Array, Array]:
+    """FlashMLA's dense decode over pages of latent rows, whose first columns are the values.
+
+    Args:
+        q: [batch, tokens, heads, head_dim], absorbed: 576 columns of DeepSeek's models; any number up to 576.
+        k_cache: pages [blocks, block_size, kv_heads, head_dim] of any size and strides, in the type of q.
+        block_table: [batch, columns] int32; cache_seqlens: [batch] int32, keys of each sequence, the new ones included.
+        head_dim_v: columns of a row that are its value: 512 there; any number up to 512.
+        tile_scheduler_metadata, num_splits: not read: longspan plans each call by itself.
+        softmax_scale: None is 1 / sqrt(head_dim), of the absorbed head_dim, as there.
+        causal: token t of a sequence sees the keys up to its own position.
+
+    Returns:
+        (out [batch, tokens, heads, head_dim_v], lse [batch, heads, tokens] float32, natural). A row that sees no key is 0
+        and -inf; there its lse is +inf.
+
+    Raises:
+        UnsupportedError: is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
+            extra_topk_length: attention is dense here.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import flash_mla_with_kvcache, get_mla_metadata
+    >>> q = np.ones((2, 1, 16, 576), np.float32)
+    >>> cache = np.random.default_rng(0).standard_normal((10, 64, 1, 576), dtype=np.float32)
+    >>> table, lengths = np.arange(10, dtype=np.int32).reshape(2, 5), np.array([300, 20], np.int32)
+    >>> out, lse = flash_mla_with_kvcache(q, cache, table, lengths, 512, *get_mla_metadata(), causal=True)
+    >>> out.shape, lse.shape
+    ((2, 1, 16, 512), (2, 16, 1))
+    """
+    return flash_mla("longspan.vllm.flash_mla_with_kvcache", q, k_cache, block_table, cache_seqlens, head_dim_v,
+                     softmax_scale, causal, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink,
+                     extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+                     topk_length=topk_length, extra_topk_length=extra_topk_length)
+
+
+def get_mla_metadata_dense_fp8(cache_seqlens: Any = None, num_q_tokens_per_head_k: Any = None,
+                               num_heads_k: Any = None) -> tuple[FlashMLASchedMeta, None]:
+    """As get_mla_metadata.
+
+    >>> from longspan.vllm import get_mla_metadata_dense_fp8
+    >>> metadata, none = get_mla_metadata_dense_fp8()
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache_fp8(q: Array, k_cache: Array, block_table: Array, cache_seqlens: Array, head_dim_v: int,
+                               tile_scheduler_metadata: Any = None, num_splits: Any = None,
+                               softmax_scale: float | None = None, causal: bool = False,
+                               descale_q: Numbers | None = None,
+                               descale_k: Numbers | None = None) -> tuple[Array, Array]:
+    """flash_mla_with_kvcache of q and rows of fp8; out is bfloat16.
+
+    Args:
+        descale_q, descale_k: [1] or [batch] float32: a stored x means x * descale.
+        others: as flash_mla_with_kvcache.
+
+    >>> import ml_dtypes, numpy as np
+    >>> from longspan.vllm import flash_mla_with_kvcache_fp8
+    >>> q = np.ones((1, 1, 16, 576), ml_dtypes.float8_e4m3fn)
+    >>> cache, one = np.ones((2, 64, 1, 576), ml_dtypes.float8_e4m3fn), np.ones(1, np.float32)
+    >>> table, lengths = np.arange(2, dtype=np.int32)[None], np.array([100], np.int32)
+    >>> out, lse = flash_mla_with_kvcache_fp8(q, cache, table, lengths, 512, descale_q=one, descale_k=one)
+    >>> float(out.max())
+    1.0
+    """
+    return flash_mla("longspan.vllm.flash_mla_with_kvcache_fp8", q, k_cache, block_table, cache_seqlens, head_dim_v,
+                     softmax_scale, causal, descale_q=descale_q, descale_k=descale_k)
+
+
+def sm100_cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0,
+                                         num_kv_splits: int = 1) -> int:
+    """0: longspan keeps its own memory.
+
+    >>> from longspan.vllm import sm100_cutlass_mla_get_workspace_size
+    >>> sm100_cutlass_mla_get_workspace_size(4096, 8)
+    0
+    """
+    return 0
+
+
+def sm100_cutlass_mla_decode(out: Array, lse: Array, q_nope: Array, q_pe: Array, kv_c_and_k_pe_cache: Array,
+                             seq_lens: Array, page_table: Array, workspace: Any, scale: float,
+                             num_kv_splits: int = 1) -> Array:
+    """Writes the attention of one token of each sequence over pages of latent rows to `out`, on any device.
+
+    Args:
+        out: [batch, heads, latent]; lse: [batch, heads] float32, natural; or an array without elements, which stays so.
+        q_nope, q_pe: [batch, heads, latent], [batch, heads, rotary]; copied unless they are parts of one row of memory.
+        kv_c_and_k_pe_cache: pages [blocks, block_size, latent + rotary].
+        seq_lens: [batch] int32; page_table: [batch, columns] int32.
+        workspace, num_kv_splits: not read.
+
+    Returns:
+        out
+
+    >>> import numpy as np
+    >>> from longspan.vllm import sm100_cutlass_mla_decode
+    >>> q, rope = np.ones((2, 16, 512), np.float32), np.ones((2, 16, 64), np.float32)
+    >>> cache = np.random.default_rng(0).standard_normal((10, 64, 576), dtype=np.float32)
+    >>> table, lengths = np.arange(10, dtype=np.int32).reshape(2, 5), np.array([300, 20], np.int32)
+    >>> out, lse = np.empty_like(q), np.empty((2, 16), np.float32)
+    >>> sm100_cutlass_mla_decode(out, lse, q, rope, cache, lengths, table, None, 192 ** -0.5).shape
+    (2, 16, 512)
+    """
+    required("out", out)
+    required("lse", lse)
+    is_wanted = len(lse.shape) != 1 or lse.shape[0] != 0
+    if is_wanted:
+        check_shape("lse", lse, tuple(q_nope.shape[:2]), "[batch, heads]")
+    _, made = cutlass(q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, scale, out)
+    if is_wanted:
+        lse[:] = made
+    return out
+
+
+__all__ = ["FlashMLASchedMeta", "context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce",
+           "flash_mla_with_kvcache", "flash_mla_with_kvcache_fp8", "get_mla_metadata", "get_mla_metadata_dense_fp8",
+           "mask_dcp_empty_shards_", "merge_attn_states", "sm100_cutlass_mla_decode",
+           "sm100_cutlass_mla_get_workspace_size", "unified_attention"]

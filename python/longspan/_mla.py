@@ -1,0 +1,174 @@
+"""Latent attention (MLA) over pages, for the functions of serving engines: longspan.vllm, .sglang and .flashinfer.
+
+A latent row is [latent | rotary]: all heads of queries read it as their one key, and its first columns as the value.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ._attention import ALONE, attend
+from ._errors import InputError, UnsupportedError
+from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ._attention import Array, Numbers
+
+
+class FlashMLASchedMeta:
+    """Stands where FlashMLA keeps its schedule. longspan plans each call by itself, and reads nothing of it."""
+
+
+def _torch_of(array):
+    """The module torch for its tensors, else None."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and isinstance(array, torch.Tensor) else None
+
+
+def _numpy_of(array):
+    """NumPy for its arrays, else None."""
+    import numpy
+
+    return numpy if isinstance(array, numpy.ndarray) else None
+
+
+def joined(left: Array, right: Array, left_name: str, right_name: str, *, copies: bool) -> Array:
+    """One view of rows whose columns are those of `left` and then of `right`. Where they are not parts of one row of
+    memory they are copied with `copies`, and else refused."""
+    if tuple(left.shape[:-1]) != tuple(right.shape[:-1]) or type_of(left) != type_of(right):
+        raise InputError(f"{left_name} is {type_of(left)} {list(left.shape)} and {right_name} {type_of(right)} "
+                         f"{list(right.shape)}; only their last dimensions may differ")
+    torch, columns = _torch_of(left), left.shape[-1] + right.shape[-1]
+    shape = (*left.shape[:-1], columns)
+    if torch is not None and _torch_of(right) is not None:
+        size, at = left.element_size(), (left.data_ptr(), right.data_ptr())
+        strides = [tuple(step * size for step in t.stride()) for t in (left, right)]
+    elif _numpy_of(left) is not None and _numpy_of(right) is not None:
+        size, at = left.itemsize, tuple(t.__array_interface__["data"][0] for t in (left, right))
+        strides = [left.strides, right.strides]
+    else:
+        raise UnsupportedError(f"{left_name} is of type '{type(left).__name__}' and {right_name} of type "
+                               f"'{type(right).__name__}'; two arrays of NumPy or of torch are supported")
+    steps = [(a, b) for n, a, b in zip(shape[:-1], *strides) if n > 1]
+    is_row = (at[1] - at[0] == left.shape[-1] * size and strides[0][-1] == strides[1][-1] == size and len(steps) > 0
+              and all(a == b and a >= columns * size for a, b in steps))
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    if not is_row and rows > 1 and not copies:
+        raise UnsupportedError(f"{left_name} and {right_name} are not the first and the last columns of one row of memory, "
+                               f"[..., {columns}]: longspan reads a latent row once, as key and as value. Keep one cache, and "
+                               f"give cache[..., :{left.shape[-1]}] and cache[..., {left.shape[-1]}:]")
+    if torch is not None:
+        return left.as_strided(shape, left.stride()) if is_row else torch.cat([left, right], -1)
+    import numpy
+
+    if is_row:
+        return numpy.lib.stride_tricks.as_strided(left, shape, left.strides)
+    return numpy.concatenate([left, right], -1)
+
+
+def _new(q, shape, dtype):
+    torch = _torch_of(q)
+    if torch is not None:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=q.device)
+    numpy = _numpy_of(q)
+    if numpy is None:
+        raise UnsupportedError(f"q is of type '{type(q).__name__}' and fp8, which is supported of NumPy and torch")
+    import ml_dtypes
+
+    return numpy.empty(shape, getattr(ml_dtypes, dtype))
+
+
+def _descale(name, scale, array, array_name, batch):
+    """A descale as attend takes it: [1], or [batch, 1] for one of each sequence."""
+    if not is_fp8(array):
+        if scale is not None:
+            raise InputError(f"{name} is given and {array_name} is {type_of(array)}; it is the scale of fp8")
+        return None
+    if scale is None:
+        raise InputError(f"{name} is None and {array_name} is {type_of(array)}; fp8 has a scale, 1 if there is none")
+    shape = getattr(scale, "shape", ())
+    if len(shape) == 1 and shape[0] == batch and batch > 1:
+        return scale[:, None]
+    return scale
+
+
+def contiguous(array):
+    """The same elements without gaps."""
+    torch = _torch_of(array)
+    if torch is not None:
+        return array.contiguous()
+    numpy = _numpy_of(array)
+    return array if numpy is None else numpy.ascontiguousarray(array)
+
+
+def decode(q: Array, k_cache: Array, block_table: Array, cache_seqlens: Array, head_dim_v: int,
+           softmax_scale: float | None, causal: bool, names: dict[str, str], *, descale_q: Numbers | None = None,
+           descale_k: Numbers | None = None, out: Array | None = None) -> tuple[Array, Array]:
+    """FlashMLA's dense decode: (out [batch, tokens, heads, head_dim_v], lse [batch, tokens, heads], natural)."""
+    check_shape("q", q, (None,) * 4, "[batch, tokens, heads, head_dim]")
+    check_shape("k_cache", k_cache, (None,) * 4, "[pages, page, kv_heads, head_dim]")
+    check_shape("block_table", block_table, (q.shape[0], None), "[batch, columns]")
+    check_shape("cache_seqlens", cache_seqlens, (q.shape[0],), "[batch]")
+    if isinstance(head_dim_v, bool) or not hasattr(head_dim_v, "__index__"):
+        raise TypeError(f"head_dim_v is of type '{type(head_dim_v).__name__}'; an int is wanted")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal is of type '{type(causal).__name__}'; a bool is wanted")
+    if not 1 <= head_dim_v <= k_cache.shape[3]:
+        raise InputError(f"head_dim_v is {int(head_dim_v)} and k_cache {list(k_cache.shape)}: the values are the first "
+                         "head_dim_v columns of its rows")
+    if q.shape[3] != k_cache.shape[3]:
+        raise InputError(f"q is {list(q.shape)} and k_cache {list(k_cache.shape)}; their last dimensions are the same")
+    if k_cache.shape[2] == 0 or q.shape[2] % k_cache.shape[2]:
+        raise InputError(f"q has {q.shape[2]} heads and k_cache {k_cache.shape[2]}, which do not divide them")
+    batch = q.shape[0]
+    descales = {"q_descale": _descale("descale_q", descale_q, q, "q", batch),
+                "k_descale": _descale("descale_k", descale_k, k_cache, "k_cache", batch)}
+    if out is None and is_fp8(q):
+        out = _new(q, (*q.shape[:3], int(head_dim_v)), "bfloat16")
+    options = {name: value for name, value in descales.items() if value is not None}
+    try:
+        return attend(q, k_cache, k_cache[..., :int(head_dim_v)], comm=ALONE, causal=causal, softmax_scale=softmax_scale,
+                      block_table=block_table, cache_seqlens=cache_seqlens, return_lse=True, out=out, values_in_keys=True,
+                      **options)
+    except TRANSLATED as error:
+        raise in_their_words(error, names) from None
+
+
+_FLASH_MLA = {"k": "k_cache", "kv_len": "cache_seqlens", "q_descale": "descale_q", "k_descale": "descale_k",
+              "q_scale": "descale_q", "k_scale": "descale_k"}
+
+
+def flash_mla(function: str, q: Array, k_cache: Array, block_table: Array | None, cache_seqlens: Array | None, head_dim_v: int,
+              softmax_scale: float | None, causal: bool, *, descale_q: Numbers | None = None,
+              descale_k: Numbers | None = None, is_fp8_kvcache: bool = False, **sparse: Any) -> tuple[Array, Array]:
+    """flash_mla_with_kvcache of FlashMLA, vLLM and SGLang: lse is [batch, heads, tokens]."""
+    refuse(function, "rows of 656 bytes are not read; a cache of e4m3 with one scale is that of "
+                     "flash_mla_with_kvcache_fp8, or longspan.attend with k_descale", is_fp8_kvcache=(is_fp8_kvcache, False))
+    refuse(function, "attention is dense here: leave it out", **{name: (value, None) for name, value in sparse.items()})
+    out, lse = decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, _FLASH_MLA,
+                      descale_q=descale_q, descale_k=descale_k)
+    return out, contiguous(lse.swapaxes(1, 2))
+
+
+def cutlass(q_nope: Array, q_pe: Array, cache: Array, seq_lens: Array, page_table: Array, scale: float,
+            out: Array | None = None) -> tuple[Array, Array]:
+    """The decode of one token by the functions named cutlass_mla: (out, lse), [batch, heads, ...]."""
+    check_shape("q_nope", q_nope, (None,) * 3, "[batch, heads, latent]")
+    check_shape("q_pe", q_pe, (*q_nope.shape[:2], None), "[batch, heads, rotary]")
+    check_shape("kv_c_and_k_pe_cache", cache, (None, None, q_nope.shape[2] + q_pe.shape[2]), "[pages, page, latent + rotary]")
+    if out is not None:
+        required("out", out)
+        check_shape("out", out, tuple(q_nope.shape), "[batch, heads, latent]")
+    q = joined(q_nope, q_pe, "q_nope", "q_pe", copies=True)
+    names = {"k": "kv_c_and_k_pe_cache", "k_cache": "kv_c_and_k_pe_cache", "cache_seqlens": "seq_lens",
+             "kv_len": "seq_lens", "block_table": "page_table", "softmax_scale": "scale", "q": "q_nope"}
+    check_shape("page_table", page_table, (q.shape[0], None), "[batch, columns]")
+    check_shape("seq_lens", seq_lens, (q.shape[0],), "[batch]")
+    made, lse = decode(q[:, None], cache[:, :, None], page_table, seq_lens, q_nope.shape[2], scale, False, names,
+                       out=None if out is None else out[:, None])
+    return made[:, 0], lse[:, 0]

@@ -14,6 +14,7 @@ from ..torch._catch import attend_on, innermost
 from ..torch._groups import alone_name
 from ..torch._ops import agreed_seed, attend as _attend
 from ..torch._train import attend_recorded, wants_grad
+from ._latent import absorbed, expanded, projected
 from ._sealed import NAME, Held, Mask, Share, shares
 
 # Arguments that models pass to attention, and that change no result.
@@ -65,6 +66,8 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
+    if share is not None and share.rows is not None:
+        return _latent_attention(module, query, share, options), None
     with torch._C.DisableTorchFunction():
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     if share is None:
@@ -75,18 +78,32 @@ def attention(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor
         if wants_grad(q, k, v, s_aux):
             return attend_recorded(q, k, v, name, **options)[0], None
         return _attend(q, k, v, name, **options), None
-    options["keys"] = share.layout
+    if share.forward.prefill is None:
+        return _attend(q, k, v, share.name, keys=share.layout, cache_seqlens=share.lengths, **options), None
+    return _prefill_attention(q, k, v, share, options), None
+
+
+def _prefill_attention(q: Tensor, k: Tensor, v: Tensor, share: Share, options: dict) -> Tensor:
+    """A sharded forward: the rank's own rows. k and v may have more keys than it has."""
     now = share.forward.prefill
-    if now is None:
-        return _attend(q, k, v, share.name, cache_seqlens=share.lengths, **options), None
     if now.pads is not None:
         options["cache_leftpad"] = now.pads.clamp(max=now.end)  # the keys of a chunk may all be padding
     held = now.before + now.rows
-    out = _attend(q[:, :now.rows], k[:, :held], v[:, :held], share.name, queries=share.layout, total_keys=now.end,
-                  total_queries=now.end - now.start, **options)
-    if now.rows:
-        return out, None
-    return q.new_zeros(*q.shape[:3], value.shape[-1]), None
+    out = _attend(q[:, :now.rows], k[:, :held], v[:, :held], share.name, keys=share.layout, queries=share.layout,
+                  total_keys=now.end, total_queries=now.end - now.start, **options)
+    return out if now.rows else q.new_zeros(*q.shape[:3], v.shape[-1])
+
+
+def _latent_attention(module: torch.nn.Module, query: Tensor, share: Share, options: dict) -> Tensor:
+    """[batch, tokens, heads, value dim], over the latent rows of a ShardedCache."""
+    rows, now = share.rows, share.forward.prefill
+    options.setdefault("softmax_scale", query.shape[-1] ** -0.5)
+    if now is not None:
+        k, v = expanded(module, rows[:, :now.before + now.rows])
+        return _prefill_attention(query.transpose(1, 2), k, v, share, options)
+    out = _attend(absorbed(module, query), rows, rows[..., :module.kv_lora_rank], share.name, keys=share.layout,
+                  cache_seqlens=share.lengths, **options)
+    return projected(module, out)
 
 
 def _of_all_ranks(context: tuple, query: Tensor, key: Tensor, value: Tensor, options: dict, share: Share | None,

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .. import InputError, Sharding, UnsupportedError, UsageError
 from ..torch._groups import Ranks, known
 from ..torch._ops import APPEND as _APPEND
+from ._latent import latent_layers
 from ._sealed import NAME, Forward, Held, Share, numbers, shares
 
 
@@ -25,7 +26,8 @@ def _lasting() -> Any:
 
 
 class _ShardedLayer(CacheLayerMixin):
-    """This rank's keys and values of one layer, [batch, own capacity, kv_heads, dim]."""
+    """This rank's keys and values of one layer, [batch, own capacity, kv_heads, dim]; of latent keys (MLA) the two parts
+    of their rows, which lie together."""
 
     is_croppable = True
     is_sliding = False
@@ -35,6 +37,7 @@ class _ShardedLayer(CacheLayerMixin):
         self.index, self.name, self.layout, self.who = index, cache._name, cache._layout, cache._who
         self.is_compileable = cache._compileable  # read by transformers: generate compiles decode by itself on GPUs
         self.capacity, self.max_cache_len = cache._capacity, cache._max_cache_len
+        self.is_latent = index in cache._latent
         self.known = 0  # tokens, the first ones, whose ids the cache has
         self.forward, self.share = cache._forward, Share(cache, index)
         with _lasting():
@@ -64,13 +67,19 @@ class _ShardedLayer(CacheLayerMixin):
         self.dtype = key_states.dtype
         heads = key_states.shape[1]
         with _lasting():
-            self.keys, self.values = (
-                torch.zeros(self.batch_size, self.capacity, heads, t.shape[-1], dtype=t.dtype,
-                            device=self.device).transpose(1, 2) for t in (key_states, value_states))
+            dims = [t.shape[-1] for t in (key_states, value_states)]
+            if self.is_latent:
+                self.share.rows = torch.zeros(self.batch_size, self.capacity, heads, sum(dims), dtype=self.dtype,
+                                              device=self.device)
+                self.keys, self.values = self.share.rows.transpose(1, 2).split(dims, -1)
+            else:
+                self.keys, self.values = (
+                    torch.zeros(self.batch_size, self.capacity, heads, dim, dtype=t.dtype,
+                                device=self.device).transpose(1, 2) for dim, t in zip(dims, (key_states, value_states)))
             self.length = self.length.to(self.device)
             self.lengths = self.share.lengths = torch.zeros(self.batch_size, dtype=torch.int32, device=self.device)
         if not torch.compiler.is_compiling():
-            for t in (self.keys, self.values, self.length, self.lengths):
+            for t in (self.keys, self.values, self.length, self.lengths, *([self.share.rows] if self.is_latent else [])):
                 torch._dynamo.mark_static_address(t)
         self.is_initialized = True
 
@@ -243,6 +252,7 @@ class ShardedCache(Cache):
         self._name = self._ranks.name
         ranks = known(self._name)
         self._capacity = max(1, len(self._rule.shard(max_cache_len, ranks.rank, ranks.size)))
+        self._latent = latent_layers(model)
         super().__init__(layers=[_ShardedLayer(self, i) for i in range(_layer_count(config))])
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any,

@@ -101,6 +101,7 @@ class Share:
         self.index, self.name, self.layout, self.forward = index, cache._name, cache._layout, cache._forward
         self.lengths: Tensor  # [batch], tokens over all ranks
         self.new = 0  # the newest tokens
+        self.rows: Tensor | None = None  # of latent keys: [batch, own capacity, 1, latent + rotary]
 
 
 shares: dict[int, Share] = {}

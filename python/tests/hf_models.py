@@ -9,6 +9,11 @@ SMALL = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_lay
              num_key_value_heads=2, head_dim=8, max_position_embeddings=1024, pad_token_id=0, bos_token_id=1,
              eos_token_id=None, attn_implementation="longspan", tie_word_embeddings=False)
 
+LATENT = SMALL | dict(num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
+                      v_head_dim=12, first_k_dense_replace=1, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+                      n_group=1, topk_group=1, moe_intermediate_size=16)
+LATENT.pop("head_dim")
+
 
 def config(kind):
     if kind == "llama":  # grouped heads
@@ -21,6 +26,11 @@ def config(kind):
     if kind == "gpt_oss":  # sinks
         return transformers.GptOssConfig(**SMALL | dict(num_attention_heads=8), sliding_window=40,
                                          num_local_experts=2, num_experts_per_tok=1)
+    if kind in ("deepseek_v2", "deepseek_v3"):  # latent keys
+        return transformers.AutoConfig.for_model(kind, **LATENT)
+    if kind == "deepseek_v3, whole rows":  # of 576 columns, and heads of 192 and 128
+        return transformers.AutoConfig.for_model("deepseek_v3", **LATENT | dict(
+            num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128))
     raise KeyError(kind)
 
 

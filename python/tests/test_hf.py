@@ -19,6 +19,7 @@ import longspan.hf as hf
 import torch
 from device import DEVICE
 
+LATENT = ["deepseek_v2", "deepseek_v3"]
 KINDS = ["llama", "mistral", "gemma2", "gpt_oss"]  # grouped heads, window, softcap, sinks
 
 
@@ -39,6 +40,61 @@ def test_chunks_batches_and_turns(torch_ranks, kind):
     torch_ranks.values(3, jobs.same_tokens, kind, 2, 4)
     torch_ranks.values(2, jobs.without_prefill, kind)
     torch_ranks.values(2, jobs.a_talk, kind)
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_latent_keys(torch_ranks, kind):
+    """Prefilled by heads of their own keys, decoded over the latent rows: the tokens of transformers' own attention."""
+    for ranks, tokens, block in ((1, 65, 4), (2, 333, 128), (4, 65, 4)):
+        found = torch_ranks.values(ranks, jobs.same_tokens, kind, tokens, block)
+        assert found == found[:1] * ranks  # the same bits on every rank
+    torch_ranks.values(2, jobs.same_tokens, kind, 65, 4, 20, 2)
+    torch_ranks.values(3, jobs.same_tokens, kind, 2, 4)
+    torch_ranks.values(2, jobs.without_prefill, kind)
+    torch_ranks.values(3, jobs.same_tokens_of_padded, kind, 47, 4)
+    if kind == "deepseek_v3":
+        torch_ranks.values(2, jobs.a_talk, kind)
+
+
+def test_latent_keys_of_whole_width(torch_ranks):
+    torch_ranks.values(2, jobs.same_tokens, "deepseek_v3, whole rows", 40, 4)
+
+
+@pytest.mark.more
+def test_compiled_decode_of_latent_keys(torch_ranks):
+    assert torch_ranks.values(2, jobs.compiled_decode, "deepseek_v3", False) == [1, 1]
+
+
+@torch.no_grad()
+def test_latent_rows():
+    """A row lies in memory once; a copy of a cache has rows of its own; other caches of the model are as before."""
+    model, ids = models.model("deepseek_v3"), models.prompt(20)
+    own = model(ids).logits
+    cache = hf.ShardedCache(model, 64)
+    hf.prefill(model, ids, cache)
+    layer = cache.layers[0]
+    assert list(layer.share.rows.shape) == [1, 64, 1, 32] and layer.share.rows[0, :19].any()
+    assert layer.keys.data_ptr() == layer.share.rows.data_ptr()
+    assert layer.values.untyped_storage().data_ptr() == layer.share.rows.untyped_storage().data_ptr()
+    other = copy.deepcopy(cache)
+    assert other.layers[0].share.rows.data_ptr() != layer.share.rows.data_ptr()
+    for each in (cache, other):
+        torch.testing.assert_close(model(ids[:, -1:], past_key_values=each).logits, own[:, -1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model(ids).logits, own)
+    copied = copy.deepcopy(model)
+    copied.model.layers[0].self_attn.kv_b_proj.weight.data.zero_()
+    assert (copied(ids).logits - own).abs().max() > 1e-3
+    torch.testing.assert_close(model(ids).logits, own)
+
+
+@torch.no_grad()
+def test_latent_keys_that_cannot_be_absorbed():
+    """A projection of another kind, as a quantised one: refused by name, not computed otherwise."""
+    model = models.model("deepseek_v3")
+    for block in model.model.layers:
+        block.self_attn.kv_b_proj = torch.nn.Sequential(block.self_attn.kv_b_proj)
+    with pytest.raises(NotImplementedError, match="latent keys are projected by other than"):
+        model(models.prompt(5), past_key_values=hf.ShardedCache(model, 16))
 
 
 @pytest.mark.more
@@ -147,7 +203,8 @@ RIGHT, REFUSED, PARTS = ["right"] * 4, ["refused"] * 4, ["right"] * 2 + ["refuse
 
 @pytest.mark.parametrize("kind, wanted", [  # without a cache, over transformers' own, over a ShardedCache, with prefill
     ("qwen2", RIGHT), ("gpt2", RIGHT), ("gemma4_text", RIGHT),
-    ("deepseek_v2", PARTS), ("deepseek_v3", PARTS), ("diffllama", PARTS),  # latent keys; values in two halves
+    ("deepseek_v2", RIGHT), ("deepseek_v3", RIGHT), ("glm4_moe_lite", RIGHT),  # latent keys
+    ("diffllama", PARTS),  # values in two halves
     ("bloom", REFUSED), ("mpt", REFUSED), ("xglm", REFUSED), ("gpt_neox_japanese", REFUSED),  # their own attention
     ("roformer", REFUSED), ("rembert", REFUSED), ("megatron-bert", REFUSED), ("big_bird", REFUSED),
     ("roberta", RIGHT[:3] + REFUSED[:1]),  # positions do not begin at 0

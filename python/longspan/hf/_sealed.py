@@ -72,8 +72,8 @@ class Held(Sealed):
     @classmethod
     def why(cls, name: str) -> str:
         return (f"{cls.who}: '{name}' is called on the {cls.part} of a ShardedCache, of which a rank holds a share. "
-                f"Models that keep latent {cls.part}, or that compute attention themselves, are not supported; use a "
-                "cache of transformers")
+                f"Models that compute attention themselves, or whose latent {cls.part} are projected by other than a plain "
+                "torch.nn.Linear kv_b_proj, are not supported; use a cache of transformers")
 
 
 class Prefill:

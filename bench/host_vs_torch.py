@@ -9,7 +9,8 @@ all rounds, so that other work on the machine matters little. Prefill counts 4 h
 operations, half of them when causal, and is in TFLOP/s. Decode counts the bytes of keys and values
 once, and is in GB/s. Beside it is the speed at which the same threads read memory in the same
 turns: the better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has only that
-peer. bf16 prefill uses bf16_products. With --only ranks: 2 and 4 ranks beside one with the same
+peer. bf16 prefill uses bf16_products. Decode over latent keys (MLA) is in TFLOP/s, beside what one
+thread could do: the less of what it reads, times the operations of a byte, and of torch.mm. With --only ranks: 2 and 4 ranks beside one with the same
 cores. Records go to host-<machine>.jsonl.
 """
 
@@ -28,6 +29,8 @@ import torch_host
 HEADS = 8
 PREFILL_TARGET, DECODE_TARGET = 1.2, 1.0  # of PyTorch's speed
 READ_TARGET = 0.85  # of the speed of reading memory, in decode
+LATENT, LATENT_VALUE = 576, 512  # columns of a latent row, and those that are its value
+LATENT_TARGET, LIMIT = 0.7, "less of plain read and torch.mm"
 READ = "plain read"
 RANKS, RANKS_TARGET = [2, 4], 0.9  # of one rank's speed with the same cores
 TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,6 +63,12 @@ def decode_cases(threads):
         yield case(dtype, dim, group, 32768, count)
     for count, dtype, kv in itertools.product(counts, BYTES, [1024, 8192, 131072]):
         yield case(dtype, 128, 1, kv, count)
+
+
+def latent_cases():
+    for dtype, heads in itertools.product(["fp32", "bf16"], [16, 64, 128]):
+        yield {"heads": heads, "kv_heads": 1, "dim": LATENT, "value_dim": LATENT_VALUE, "values_in_keys": True,
+               "dtype": dtype, "tokens": 1, "kv_len": 16384, "causal": False, "threads": 1}
 
 
 def best(run, iterations):
@@ -112,6 +121,26 @@ def longspan_seconds(command, case, iterations, ranks=1):
     if not run["check"]["right"]:
         raise SystemExit(f"wrong result: {run}")
     return run["time_ms"]["min"] / 1000
+
+
+def compare_latent(args, case):
+    """A record of decode over latent keys beside what limits one thread, measured in turns."""
+    torch.set_num_threads(1)
+    work = 2 * case["heads"] * case["kv_len"] * (LATENT + LATENT_VALUE) / 1e12
+    a, b = torch.randn(2, 1024, 1024)
+    ours = limit = 0
+    for _ in range(args.rounds):
+        run = longspan_command.run(args.command, [
+            "--backend", "host", "--threads", 1, "--heads", case["heads"], "--kv-heads", 1, "--dim", LATENT, "--value-dim",
+            LATENT_VALUE, "--values-in-keys", "--kv", case["kv_len"], "--tokens", 1, "--dtype", case["dtype"], "--check", 1,
+            "--warmup", 1, "--iterations", max(args.iterations, 10)], 1)
+        if not run["check"]["right"]:
+            raise SystemExit(f"wrong result: {run}")
+        ours = max(ours, work / (run["time_ms"]["min"] / 1000))
+        a_byte = 2 * case["heads"] * (LATENT + LATENT_VALUE) / (LATENT * BYTES[case["dtype"]])
+        limit = max(limit, min(args.memory.gb_s(1) * a_byte / 1e3, 2 * 1024 ** 3 / 1e12 / best(lambda: torch.mm(a, b), 10)))
+    return [records.record("host", {"batch": 1, "ranks": 1} | case, "TFLOP/s", round(ours, 4), peer=LIMIT,
+                           peer_value=round(limit, 4), ratio=round(ours / limit, 3), target=LATENT_TARGET, machine=args.host)]
 
 
 def compare(args, case):
@@ -171,7 +200,7 @@ def main():
     parser.add_argument("--iterations", type=int, default=2,
                         help="least timed runs of a side in a round")
     parser.add_argument("--most-keys", type=int, default=1 << 20, help="leave longer cases out")
-    parser.add_argument("--only", choices=["prefill", "decode", "ranks"])
+    parser.add_argument("--only", choices=["prefill", "decode", "latent", "ranks"])
     records.add_arguments(parser)
     args = longspan_command.parse(parser)
     args.memory = Memory()
@@ -188,10 +217,12 @@ def main():
         cases += decode_cases(args.threads)
     if args.only in (None, "prefill"):
         cases += [case | {"threads": args.threads} for case in prefill_cases()]
+    if args.only in (None, "latent"):
+        cases += latent_cases()
     for case in cases:
         if case["kv_len"] > args.most_keys:
             continue
-        found = compare(args, case)
+        found = (compare_latent if "values_in_keys" in case else compare)(args, case)
         for r in found:
             print(f"{case['dtype']:<6} {case['dim']:>4} {case['kv_heads']:>3} {case['kv_len']:>7} "
                   f"{case['tokens']:>7} {case['threads']:>7} {'causal' if case['causal'] else 'full':<6}"

@@ -107,7 +107,8 @@ class TileRun {
         padded_(TileSpace::padded(params.value_dim)),
         blocks_((tile.rows + kBlockRows - 1) / kBlockRows),
         few_(kHasFewRows && tile.rows <= kFewRows && reads_in_place(params)),
-        in_lanes_(kHasFewRows && !few_ && !packed && tile.rows <= kLaneRows) {}
+        in_lanes_(kHasFewRows && !few_ && !packed &&
+                  tile.rows <= (kWeighsRows ? kLaneRows : kLaneRows / 2)) {}
 
   void operator()() {
     if (in_lanes_) std::fill_n(space_.q, TileSpace::whole_lanes(tile_.rows) * p_.head_dim, 0.0f);
@@ -200,9 +201,12 @@ class TileRun {
     if (p_.dropout) dropout_.start(segment);
     if (in_lanes_) {
       pack_in_lanes(segment, any, next);
-      score_row_lanes(k_, aligned(any), p_.head_dim, space_.q, tile_.rows, scores(0), rows_ahead_);
+      const int lines = lines_ahead(aligned(any));
+      score_row_lanes(k_, aligned(any), p_.head_dim, space_.q, tile_.rows, scores(0), rows_ahead_,
+                      lines);
+      std::fill_n(seen_, blocks_, any);  // by all rows, since all are computed together
       weigh_rows(segment, level, 0);
-      multiply_weights_values(level);
+      weigh_values_in_lanes(any, level, lines);
       return finish_rows(segment, any, level, 0);
     }
     if (!few_) {
@@ -337,6 +341,30 @@ class TileRun {
                  scores(row) + begin, kSegment, rows_of(block), end - begin);
         ahead_.next(lines_);
       }
+    }
+  }
+
+  /// The lines of the next segment's rows to prefetch in each step of the products of rows in
+  /// lanes: four columns of keys, or eight keys of values, of 16 rows.
+  int lines_ahead(Range keys) const {
+    const std::int64_t vectors = (tile_.rows + kLanes - 1) / kLanes, count = keys.end - keys.begin;
+    std::int64_t steps = vectors * (count / kLanes) * ((p_.head_dim + 3) / 4);
+    steps += wide_rows() / kWeighedRows * (padded_ / kLanes) * ((count + 7) / 8);
+    return steps > 0 ? static_cast<int>((rows_ahead_.lines() + steps - 1) / steps) : 0;
+  }
+  int wide_rows() const { return kWeighsRows ? tile_.rows / kWeighedRows * kWeighedRows : 0; }
+
+  void weigh_values_in_lanes(Range keys, int level, int lines) {
+    const int wide = wide_rows();
+    for (int column = 0; column < padded_; column += kPanel) {
+      const float* v = v_ + column * kSegment + keys.begin * kPanel;
+      const int columns = std::min(kPanel, padded_ - column), count = keys.end - keys.begin;
+      for (int row = 0; row < wide; row += kWeighedRows)
+        weigh_row_lanes(scores(row) + keys.begin, v, count, o(level, row) + column, padded_,
+                        columns, rows_ahead_, lines);
+      for (int row = wide; row < tile_.rows; row += kBlockRows)
+        multiply({scores(row) + keys.begin, kSegment}, {v, kPanel}, count, o(level, row) + column,
+                 padded_, std::min(kBlockRows, tile_.rows - row), columns);
     }
   }
 

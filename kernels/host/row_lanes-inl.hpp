@@ -17,6 +17,7 @@
 
 #include "hwy/highway.h"
 #include "kernels/host/key_rows.hpp"
+#include "kernels/host/multiply-inl.hpp"
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/host/words-inl.hpp"
@@ -107,13 +108,38 @@ HWY_INLINE void score_lanes(const float* keys, int dim, const float* q, float* s
   store_transposed(sums, scores);
 }
 
+/// Rows whose weights are multiplied by a vector of values at a time. Their sums, a value and a
+/// weight fit 32 registers; with fewer, no rows are taken so.
+inline constexpr int kWeighedRows = 16;
+inline constexpr bool kWeighsRows = kVectors == 4;
+
+/// o[r, c] = sum of weights[r, j] v[j, c] for kWeighedRows rows, 128 apart, and `columns` of a
+/// panel: the chain of multiply. `lines` are prefetched every eight keys, which a call of multiply
+/// could not.
+HWY_NOINLINE inline void weigh_row_lanes(const float* weights, const float* v, int keys, float* o,
+                                         std::ptrdiff_t o_stride, int columns, RowLinesAhead& ahead,
+                                         int lines) {
+  const Lanes d;
+  for (int c = 0; c < columns; c += kLanes) {
+    Vec sums[kWeighedRows];
+    HWY_UNROLL(16)
+    for (int r = 0; r < kWeighedRows; ++r) sums[r] = hn::Zero(d);
+    for (int j = 0; j < keys; ++j) {
+      if (j % 8 == 0) ahead.next(lines);
+      const Vec value = hn::LoadU(d, v + j * kPanel + c);
+      HWY_UNROLL(16)
+      for (int r = 0; r < kWeighedRows; ++r)
+        sums[r] = hn::MulAdd(hn::Set(d, weights[r * kSegment + j]), value, sums[r]);
+    }
+    HWY_UNROLL(16)
+    for (int r = 0; r < kWeighedRows; ++r) hn::StoreU(sums[r], d, o + r * o_stride + c);
+  }
+}
+
 /// scores[r, j] = q[r] . key j for all rows and keys [begin, end), multiples of 16. q is [rows /
 /// kLanes, dim, kLanes], and scores has whole vectors of rows.
 HWY_NOINLINE inline void score_row_lanes(const float* keys, Range range, int dim, const float* q,
-                                         int rows, float* scores, RowLinesAhead& ahead) {
-  const std::int64_t steps = std::int64_t{(rows + kLanes - 1) / kLanes} *
-                             ((range.end - range.begin) / kLanes) * ((dim + 3) / 4);
-  const int lines = steps > 0 ? static_cast<int>((ahead.lines() + steps - 1) / steps) : 0;
+                                         int rows, float* scores, RowLinesAhead& ahead, int lines) {
   for (int row = 0; row < rows; row += kLanes)
     for (int j = range.begin; j < range.end; j += kLanes)
       score_lanes(keys + j * kPanel, dim, q + std::int64_t{row} * dim, scores + row * kSegment + j,

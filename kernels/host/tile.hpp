@@ -18,8 +18,8 @@ inline constexpr int kBlockRows = 6;   // rows that multiply keeps in registers
 inline constexpr int kTileRows = 384;  // most rows of a tile; 144 where the cache is small
 inline constexpr int kSmallTileRows = 144;
 inline constexpr int kFewRows = 8;     // a tile of at most this many reads keys and values in place
-inline constexpr int kLaneRows = 64;   // a tile of at most this many, if it packs for itself, has
-                                       // rows in lanes (RowsInLanes)
+inline constexpr int kLaneRows = 128;  // a tile of at most this many, if it packs for itself, has
+                                       // rows in lanes (row_lanes-inl.hpp)
 inline constexpr int kFewKeys = 32;    // most keys that such a tile reads of each head in turn
 inline constexpr int kPanel = 64;      // columns of a packed panel
 inline constexpr int kRowsAhead = 16;  // of prefetches of keys

@@ -396,7 +396,7 @@ class Attention:
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
-        self._columns = (head_dim if value_dim is None else value_dim) if values_in_keys else None
+        self._columns = (head_dim if value_dim is None else value_dim) if values_in_keys is True else None
         self._layer = _core.layer(
             comm=comm, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
             q_dtype=q_dtype, kv_dtype=kv_dtype, out_dtype=out_dtype, tf32=tf32, fp8_products=fp8_products,

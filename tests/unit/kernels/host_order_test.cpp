@@ -46,6 +46,31 @@ class HostOrder : public ::testing::Test {
   std::unique_ptr<kernels::Backend> backend_ = kernels::host_backend(2);
 };
 
+/// Some rows of a kv head lie in lanes, and keys are not transposed: whole vectors of rows and
+/// others, masks, and values that a row does not see.
+TEST_F(HostOrder, RowsInLanes) {
+  for (const int heads : {9, 16, 17, 48, 100})
+    for (const DType dtype : {DType::fp32, DType::bf16}) {
+      HostShape shape;
+      shape.heads = heads;
+      shape.kv_heads = 1;
+      shape.dim = 72;
+      shape.dtype = dtype;
+      shape.query_len = {1, 2};
+      shape.kv_len = {700, 131};
+      shape.mask = {.causal = true, .window = 300};
+      HostProblem problem(shape, fresh_seed());
+      if (dtype == DType::fp32) expect_exact_on_every_instruction_set(problem);
+      const Result one = problem.run(*backend_);
+      for (int ranks : {2, 4}) {
+        SCOPED_TRACE("heads " + std::to_string(heads) + " ranks " + std::to_string(ranks));
+        std::vector<Shard> shards;
+        for (int r = 0; r < ranks; ++r) shards.push_back(Shard::contiguous(0, r, ranks));
+        EXPECT_TRUE(problem.run(*backend_, shards).same_bits(one));
+      }
+    }
+}
+
 TEST_F(HostOrder, SameBitsOnEveryNumberOfRanks) {
   for (std::int32_t kv_len : {1, 127, 4097, 5000, 131073}) {
     if (tests::kSanitized && kv_len > 100000) continue;

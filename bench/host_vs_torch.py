@@ -10,7 +10,8 @@ operations, half of them when causal, and is in TFLOP/s. Decode counts the bytes
 once, and is in GB/s. Beside it is the speed at which the same threads read memory in the same
 turns: the better one of a plain sum and a dot product over 1 GiB. An fp8 cache (e4m3) has only that
 peer. bf16 prefill uses bf16_products. Decode over latent keys (MLA) is in TFLOP/s, beside what one
-thread could do: the less of what it reads, times the operations of a byte, and of torch.mm. With --only ranks: 2 and 4 ranks beside one with the same
+thread could do: the less of what it reads, times the operations of a byte, and of torch.mm. These records go to
+latent-<machine>.jsonl. With --only ranks: 2 and 4 ranks beside one with the same
 cores. Records go to host-<machine>.jsonl.
 """
 
@@ -139,7 +140,7 @@ def compare_latent(args, case):
         ours = max(ours, work / (run["time_ms"]["min"] / 1000))
         a_byte = 2 * case["heads"] * (LATENT + LATENT_VALUE) / (LATENT * BYTES[case["dtype"]])
         limit = max(limit, min(args.memory.gb_s(1) * a_byte / 1e3, 2 * 1024 ** 3 / 1e12 / best(lambda: torch.mm(a, b), 10)))
-    return [records.record("host", {"batch": 1, "ranks": 1} | case, "TFLOP/s", round(ours, 4), peer=LIMIT,
+    return [records.record("latent", {"batch": 1, "ranks": 1} | case, "TFLOP/s", round(ours, 4), peer=LIMIT,
                            peer_value=round(limit, 4), ratio=round(ours / limit, 3), target=LATENT_TARGET, machine=args.host)]
 
 
@@ -228,7 +229,7 @@ def main():
                   f"{case['tokens']:>7} {case['threads']:>7} {'causal' if case['causal'] else 'full':<6}"
                   f"{r['ours']:9.3f} {r['peer_value']:9.3f} {r['ratio']:6.2f} {r['metric']:<8}"
                   f"{r['peer']}{'  NOT MET' if r['met'] is False else ''}", flush=True)
-        records.write("host", args.machine, found, args.results)
+        records.write(found[0]["bench"], args.machine, found, args.results)
     for case in rank_cases() if args.only in (None, "ranks") else []:
         found = compare_ranks(args, case)
         for r in found:

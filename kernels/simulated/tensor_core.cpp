@@ -349,12 +349,22 @@ struct SharedOperand {
       std::memcpy(to + half * 16, from, 16);
     }
   }
+  /// Rows [first, first + kRows) of 16 bits, if the lines are K.
+  void read_columns(int first, std::byte (&to)[kRows][kRowBytes]) const {
+    for (int k = 0; k < 16; ++k)
+      for (int row = 0; row < kRows; row += 8) {
+        const std::byte* const from =
+            at(static_cast<std::uint32_t>(k) * kLine + static_cast<std::uint32_t>(first + row) * 2);
+        product_reads(from, 16);
+        for (int i = 0; i < 8; ++i) std::memcpy(to[row + i] + 2 * k, from + 2 * i, 2);
+      }
+  }
 };
 
 struct WgmmaShare {
   Number number;
   int columns, warp;  // of its four
-  bool transposed, add, has_registers;
+  bool transposed, add, has_registers, a_transposed;
   std::uint32_t registers[4];
   std::uint64_t a, b;
   SharedOperand a_place, b_place;  // of lane 0
@@ -383,7 +393,9 @@ void multiply_warpgroup(void* const (&lanes)[kWarp], float* const (&d)[kWarp]) {
       fail("wgmma: lane " + std::to_string(l) + " brings other operands than lane 0", share.site);
     if (first.has_registers) gather_a(l, share.registers);
   }
-  if (!first.has_registers)
+  if (first.a_transposed)
+    first.a_place.read_columns(kRows * first.warp, factors.a_bytes);
+  else if (!first.has_registers)
     for (int row = 0; row < kRows; ++row)
       first.a_place.read_row(kRows * first.warp + row, factors.a_bytes[row]);
   if (!first.transposed)
@@ -444,7 +456,7 @@ std::uint64_t describe_operand(std::uint32_t address, int panel_bytes, Site site
 
 void multiply_later(Number number, int columns, bool transposed, float* d,
                     const std::uint32_t* registers, std::uint64_t a, std::uint64_t b, bool add,
-                    Site site) {
+                    Site site, bool a_transposed) {
   const unsigned thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
   const unsigned threads = blockDim.x * blockDim.y * blockDim.z, warp = thread / kWarp;
   if (properties().major != 9) fail("wgmma is an instruction of sm_90 alone", site);
@@ -455,6 +467,7 @@ void multiply_later(Number number, int columns, bool transposed, float* d,
                       .transposed = transposed,
                       .add = add,
                       .has_registers = registers != nullptr,
+                      .a_transposed = a_transposed,
                       .registers = {},
                       .a = a,
                       .b = b,
@@ -464,7 +477,7 @@ void multiply_later(Number number, int columns, bool transposed, float* d,
   if (registers != nullptr) std::copy_n(registers, 4, share.registers);
   if (lane() == 0) {
     if (registers == nullptr)
-      share.a_place = SharedOperand::find(a, SharedOperand::bytes(64), site);
+      share.a_place = SharedOperand::find(a, SharedOperand::bytes(a_transposed ? 16 : 64), site);
     const SharedOperand panels{0, field(b, kPanelShift), nullptr};
     share.b_place = SharedOperand::find(
         b, transposed ? panels.bytes_by_panels(columns) : SharedOperand::bytes(columns), site);

@@ -36,9 +36,9 @@ void multiply(Number number, float (&c)[4], const std::uint32_t (&a)[4], std::ui
 /// The matrix descriptor of wgmma: the 128-byte swizzle.
 std::uint64_t describe_operand(std::uint32_t address, int panel_bytes, Site site);
 /// wgmma: queues d[64, columns] += a[64, K] b[K, columns], of which this warp has 16 rows.
-/// `registers`: its share of a, or null for operand `a`.
+/// `registers`: its share of a, or null for operand `a`, which may be stored as [K, 64].
 void multiply_later(Number number, int columns, bool transposed, float* d,
                     const std::uint32_t* registers, std::uint64_t a, std::uint64_t b, bool add,
-                    Site site);
+                    Site site, bool a_transposed = false);
 
 }  // namespace longspan::simulated

@@ -38,8 +38,6 @@ inline void unite_nans([[maybe_unused]] std::vector<std::byte>& elements,
       return unite_nans<std::uint8_t>(elements, 0x7c);
     case DType::e4m3:  // it has no infinity
       return unite_nans<std::uint8_t>(elements, 0x7e);
-    case DType::fp64:
-      return unite_nans<std::uint64_t>(elements, 0x7ff0000000000000);
     case DType::int32:
     case DType::int64:
     case DType::uint8:

@@ -177,6 +177,48 @@ __global__ __launch_bounds__(128) void product_kernel(const __grid_constant__ Pr
   }
 }
 
+/// multiply_16, whose A may be transposed, but not B.
+template <class Element, bool kTransposed>
+__global__ __launch_bounds__(128) void narrow_kernel(const __grid_constant__ Product product) {
+  if constexpr (arch::kHasWgmma) {
+    using Sizes = Operands<16>;
+    std::byte* const a = arch::dynamic_shared<1024>();
+    std::byte* const b = a + Sizes::kA;
+    const auto copy = [](std::byte* to, const std::byte* from, int bytes) {
+      for (int i = 16 * thread(); i < bytes; i += 16 * 128)
+        *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+    };
+    copy(a, product.a, Sizes::kA);
+    copy(b, product.b, Sizes::kB);
+    sm90::fence_shared_stores();
+    __syncthreads();
+    float d[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) d[i] = product.d[thread() * 8 + i];
+    sm90::wgmma_begin();
+#pragma unroll
+    for (int i = 0; i < kProductSteps; ++i)
+      sm90::multiply_16<Element, kTransposed>(
+          d,
+          sm90::advance(sm90::operand(a, 64 * 128),
+                        kTransposed ? i * 16 * 128 : i / 4 * 64 * 128 + i % 4 * 32),
+          sm90::advance(sm90::operand(b, 16 * 128), i / 4 * 16 * 128 + i % 4 * 32),
+          i > 0 || product.add);
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<0>();
+    sm90::pin(d);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) product.d[thread() * 8 + i] = d[i];
+  }
+}
+
+template <class Element>
+void multiply_narrow(const Product& product) {
+  const auto kernel =
+      product.a_transposed ? narrow_kernel<Element, true> : narrow_kernel<Element, false>;
+  run(kernel, 1, 128, Operands<16>::kA + Operands<16>::kB, product);
+}
+
 template <int kN, class Element, bool kTransposed>
 void multiply_as(const Product& product) {
   using Sizes = Operands<kN>;
@@ -415,6 +457,9 @@ void multiply(const Product& product) {
   multiply_columns<160>(product);
   multiply_columns<192>(product);
   multiply_columns<256>(product);
+  if (product.columns != 16) return;
+  product.type == Type::fp16 ? multiply_narrow<__half>(product)
+                             : multiply_narrow<__nv_bfloat16>(product);
 }
 
 void copy_sizes(const std::byte* from, std::byte* to) {

@@ -49,8 +49,9 @@ struct Product {
   const std::byte* a;              // as it lies in shared memory, or null:
   const std::uint32_t* registers;  // [steps, 128, 4]
   const std::byte* b;
-  bool add;  // to the value of d before; otherwise d is overwritten
-  float* d;  // [128, columns / 2]
+  bool add;                   // to the value of d before; otherwise d is overwritten
+  float* d;                   // [128, columns / 2]
+  bool a_transposed = false;  // of 16 columns: A in one panel of kProductSteps * 16 rows
 };
 inline constexpr int kProductSteps = 8;
 inline constexpr int kColumns[] = {64, 72, 80, 88, 96, 112, 128, 136, 160, 192, 256};

@@ -454,7 +454,7 @@ std::vector<std::byte> image(int rows, int columns, int element_bytes,
 
 struct WgmmaCase {
   Type type;
-  bool transposed, registers;
+  bool transposed, registers, a_transposed = false;
 };
 
 void test_wgmma(std::mt19937& random, const WgmmaCase& c, int columns, bool whole, bool add) {
@@ -465,7 +465,9 @@ void test_wgmma(std::mt19937& random, const WgmmaCase& c, int columns, bool whol
   const Matrix b = random_matrix(random, depth, columns, format, whole);
   const Matrix before = random_matrix(random, 64, columns, kTf32, whole);
   const std::vector<std::byte> a_image =
-      image(64, depth, element_bytes, [&](int m, int k) { return a.bits[a.index(m, k)]; });
+      c.a_transposed
+          ? image(depth, 64, element_bytes, [&](int k, int m) { return a.bits[a.index(m, k)]; })
+          : image(64, depth, element_bytes, [&](int m, int k) { return a.bits[a.index(m, k)]; });
   const std::vector<std::byte> b_image =
       c.transposed ? image(depth, columns, element_bytes,
                            [&](int k, int n) { return b.bits[b.index(k, n)]; })
@@ -505,7 +507,8 @@ void test_wgmma(std::mt19937& random, const WgmmaCase& c, int columns, bool whol
             .registers = gpu_registers.data(),
             .b = gpu_b.data(),
             .add = add,
-            .d = gpu_d.data()});
+            .d = gpu_d.data(),
+            .a_transposed = c.a_transposed});
   const std::vector<float> found = gpu_d.values(d.size());
   // Of sums of e4m3 13 bits are left below the leading one.
   const TensorCore core = c.type == Type::e4m3 ? TensorCore{32, -10} : TensorCore::of(9);
@@ -515,6 +518,20 @@ void test_wgmma(std::mt19937& random, const WgmmaCase& c, int columns, bool whol
       expect_product(core, a, b, row, column, add ? before.at(row, column) : 0,
                      found[static_cast<std::size_t>(thread * columns / 2 + i)], whole);
     }
+}
+
+TEST(Arch, WarpgroupProductsOf16Columns) {
+  LONGSPAN_NEEDS_HOPPER();
+  const unsigned seed = fresh_seed();
+  SCOPED_TRACE(seed);
+  std::mt19937 random(seed);
+  for (const Type type : {Type::fp16, Type::bf16})
+    for (const bool a_transposed : {false, true})
+      for (const bool whole : {false, true}) {
+        SCOPED_TRACE(a_transposed ? "A transposed" : "A as it is");
+        test_wgmma(random, {type, false, false, a_transposed}, 16, whole, a_transposed == whole);
+        if (HasFatalFailure()) return;
+      }
 }
 
 TEST(Arch, WarpgroupProducts) {

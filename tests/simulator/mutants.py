@@ -26,7 +26,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-# family: decode, portable, fp32, tf32, hopper, arrivals, exchange, merge, gradients, gradients_hopper or other. breaks: what goes wrong.
+# family: decode, mla, portable, fp32, tf32, hopper, arrivals, exchange, merge, gradients, gradients_hopper or other. breaks: what goes wrong.
 Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
@@ -245,6 +245,91 @@ MUTANTS = [
            "The states of two levels that wait in shared memory have one place.",
            old="near_ + i * kLevel",
            new="near_ + i / 2 * kLevel"),
+    # ---- mla -----------------------------------------------------------------------------------
+    Mutant("mla-maxima-unmet", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "Maxima of a tile are read before other warps have written theirs.",
+           old="    meet();\n"
+               "    const auto* tops",
+           new="    const auto* tops"),
+    Mutant("mla-weights-unmet", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "Weights are multiplied, and sums added, before other warps have written theirs.",
+           old="    meet();\n"
+               "    const auto* sums",
+           new="    const auto* sums"),
+    Mutant("mla-weights-unfenced", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "Tensor cores read weights that are stored without a fence.",
+           old="    sm90::fence_shared_stores();\n",
+           new=""),
+    Mutant("mla-tile-released-early", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "A tile is released before its values are multiplied.",
+           old="      multiply_values(o, tile);\n"
+               "      __syncwarp();\n"
+               "      if (lane_ < kBoxes) {\n"
+               "        BoxState<Traits> own = at_;\n"
+               "        own.advance(lane_);\n"
+               "        shared_.free[own.stage].arrive();\n"
+               "      }\n",
+           new="      __syncwarp();\n"
+               "      if (lane_ < kBoxes) {\n"
+               "        BoxState<Traits> own = at_;\n"
+               "        own.advance(lane_);\n"
+               "        shared_.free[own.stage].arrive();\n"
+               "      }\n"
+               "      multiply_values(o, tile);\n"),
+    Mutant("mla-box-on-its-way", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "Keys are multiplied before their boxes have come.",
+           old="      shared_.full[at.stage].wait(at.parity);\n",
+           new=""),
+    Mutant("mla-queries-early", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "A segment is multiplied before the queries have come.",
+           old="      if (first) shared_.has_queries[pieces.stage].wait(pieces.parity);\n",
+           new=""),
+    Mutant("mla-keys-under-weights", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
+           "Weights are stored over keys that other warps' products still read.",
+           old="    arch::named_sync(kGroupBarrier + kGroup, 128);\n",
+           new=""),
+    Mutant("mla-passed-weights-unfenced", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
+           "The other group's tensor cores read weights that are stored without a fence.",
+           old="    sm90::fence_shared_stores();\n",
+           new=""),
+    Mutant("mla-other-weights-early", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
+           "A group multiplies the other's weights before they are there.",
+           old="    shared_.ready[1 - kGroup].wait(round_);\n",
+           new=""),
+    Mutant("mla-half-released-early", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
+           "Half of a tile is released while products read it.",
+           old="    begin_own_values();\n"
+               "    sm90::wgmma_wait<0>();\n"
+               "    end_values(0);\n",
+           new="    begin_own_values();\n"
+               "    end_values(0);\n"
+               "    sm90::wgmma_wait<0>();\n"),
+    Mutant("mla-sums-unmet", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
+           "A group adds the other's sums before they are written.",
+           old="    arch::named_sync(kAllBarrier, Traits::kThreads);\n",
+           new=""),
+    Mutant("mla-box-in-use", "kernels/cuda/mla/mla_producer.cuh", "mla",
+           "A box is loaded while the last one in its place is multiplied.",
+           old="      wait_free();\n"
+               "      arch::Barrier& full",
+           new="      arch::Barrier& full"),
+    Mutant("mla-copies-unfenced", "kernels/cuda/mla/mla_producer.cuh", "mla",
+           "Tensor cores read keys that are copied without a fence.",
+           old="    sm90::fence_shared_stores();\n",
+           new=""),
+    Mutant("mla-copies-unmet", "kernels/cuda/mla/mla_producer.cuh", "mla",
+           "A tile is handed over before the other warps have copied their part.",
+           old="    sm90::fence_shared_stores();\n"
+               "    sync();\n",
+           new="    sm90::fence_shared_stores();\n"),
+    Mutant("mla-queries-on-their-way", "kernels/cuda/mla/mla_shared.cuh", "mla",
+           "Queries are handed over before their copies have come.",
+           old="    arch::wait_copies<0>();\n",
+           new=""),
+    Mutant("mla-queries-in-use", "kernels/cuda/decode/decode_scheduler.cuh", "mla",
+           "A piece's queries are loaded over those that are still multiplied.",
+           old="      shared_.queries_free.wait(queries_.parity ^ 1);\n",
+           new=""),
     # ---- portable, fp32, tf32 ------------------------------------------------------------------
     Mutant("portable-piece-unwritten", "kernels/cuda/portable/attend_portable.cuh", "portable",
            "Threads read the work tile before thread 0 has written it.",

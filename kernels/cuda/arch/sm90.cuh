@@ -249,6 +249,24 @@ LONGSPAN_PRODUCT(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
 LONGSPAN_PRODUCT(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
 LONGSPAN_PRODUCT(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
+// D[64, 16] += A B, both from shared memory. B is stored as [16 columns, K] with K innermost.
+// kTransposed: A is stored as [K, 64] with its rows innermost (like V) instead of as [64, K].
+#define LONGSPAN_NARROW(type)                                                        \
+  asm volatile(                                                                      \
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %10, 0;\n"                             \
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type " {" LONGSPAN_R8_0 \
+      "}, %8, %9, keep, 1, 1, %11, 0;\n}\n"                                          \
+      : LONGSPAN_D8(0)                                                               \
+      : "l"(a), "l"(b), "r"(int{add}), "n"(kTransposed))
+template <class Element, bool kTransposed>
+__device__ inline void multiply_16(float (&d)[8], std::uint64_t a, std::uint64_t b, bool add) {
+  if constexpr (std::is_same_v<Element, __half>)
+    LONGSPAN_NARROW("f16");
+  else
+    LONGSPAN_NARROW("bf16");
+}
+#undef LONGSPAN_NARROW
+
 #undef LONGSPAN_PRODUCT
 #undef LONGSPAN_REGISTER_A8
 #undef LONGSPAN_SHARED_A8

@@ -21,6 +21,10 @@ std::int64_t most_local_keys(const AttendParams& p) {
 /// are bound by memory: half of the slots read nearly as fast as all of them.
 constexpr double kAloneShort = 0.55, kAloneLong = 1.0;
 
+/// The time of a piece of short queries in one pass besides its keys, in segments: its queries, its
+/// state, and the fold of that.
+constexpr double kPieceOfOnePass = 2.0;
+
 /// A rank's part of the fixed order's tree for the longest sequence, in segments.
 struct Tree {
   double alone;
@@ -162,17 +166,21 @@ std::int64_t most_keys(const AttendParams& p) {
   return p.max_kv_len > 0 ? p.max_kv_len : kMostKeys;
 }
 
-bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes,
+bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes, bool one_pass,
                  WorkPlan& plan) {
   if (p.parts) {
     plan.splits = p.parts.count;
     return false;
   }
-  const Tree tree = tree_of(p, plan.lengths);
+  Tree tree = tree_of(p, plan.lengths);
+  if (one_pass) {
+    tree.alone = kAloneLong;
+    tree.piece = kPieceOfOnePass;
+  }
   const auto take = [&](int splits) { take_splits(splits, tree, p.shard, plan); };
   // A single sequence has pieces of one size, and each slot runs the same number of them.
   if (decodes && p.batch.size > 1) return plan_shared_splits(works, places, tree, plan);
-  const int most = decodes ? most_splits(works, places, tree) : 0;
+  const int most = decodes && !one_pass ? most_splits(works, places, tree) : 0;
   if (most == 0) {
     const int least = plan.lengths == Lengths::only_long ? kLongSplit : kSegment;
     take(choose_splits(works, places, tree, least));

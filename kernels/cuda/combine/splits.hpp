@@ -17,9 +17,10 @@ inline constexpr int kPieces = 4, kSharedPieces = 8;
 std::int64_t most_keys(const AttendParams& p);
 
 /// Chooses WorkPlan::splits and their numbers. `works` = tiles x kv heads; `places` is the number
-/// of pieces that run at a time; `decodes`: the kernel for short queries runs them. Returns true if
+/// of pieces that run at a time; `decodes`: a kernel for short queries runs them; `one_pass`: it is
+/// bound by products, and its states are large. Returns true if
 /// the kernel chooses among the splits by the lengths, and needs SplitNumbers::taken.
-bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes,
+bool plan_splits(const AttendParams& p, std::int64_t works, int places, bool decodes, bool one_pass,
                  WorkPlan& plan);
 
 }  // namespace longspan::kernels::cuda

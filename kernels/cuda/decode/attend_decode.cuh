@@ -44,7 +44,9 @@ struct DecodeTraits {
   static_assert(kFp8 == (sizeof(Stored) == 1));
   static constexpr bool kE5M2 = std::is_same_v<Stored, __nv_fp8_e5m2>;
   static constexpr bool kPlain = kKeyLoader == Loader::plain;  // no pages, no scales, no bias
-  using Element = std::conditional_t<kFp8, __half, Stored>;    // of the products
+  static constexpr bool kBiases = !kPlain;
+  static constexpr bool kLatent = false;  // values are not in the keys (MlaInOrderTraits)
+  using Element = std::conditional_t<kFp8, __half, Stored>;  // of the products
   static constexpr int kDim = kHeadDim;
 
   static constexpr int kWarps = 4;  // consumers

@@ -46,8 +46,9 @@ class DecodeScheduler {
       uneven_ = lengths_differ();
       works_ = works_of(plan, plan.numbers.all_of(uneven_));
     }
-    all_places_ = (!maps.k_valid && come_by_places<Traits>(p.k, p.pages, p.head_dim)) ||
-                  (!maps.v_valid && come_by_places<Traits>(p.v, p.pages, p.head_dim));
+    if constexpr (!Traits::kLatent)
+      all_places_ = (!maps.k_valid && come_by_places<Traits>(p.k, p.pages, p.head_dim)) ||
+                    (!maps.v_valid && come_by_places<Traits>(p.v, p.pages, p.head_dim));
     if (thread_ == 0) shared.order.size = 0;
     __syncwarp();
   }
@@ -79,7 +80,6 @@ class DecodeScheduler {
   /// has none. It is inlined although it is large: a function reads kernel parameters that it takes
   /// by reference from memory, one slow load after another, before the first key can be requested.
   __device__ __forceinline__ bool take(int slot, int index) {
-    static_assert(Traits::kRows <= 32);
     TileCoord work = work_of(p_, plan_, index);
     if (!plan_.known) arch::wait_for_kernels_before();
     const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths are loaded with the
@@ -89,11 +89,14 @@ class DecodeScheduler {
     const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
                           !p_.documents && !p_.batch.hides() && !p_.parts &&
                           p_.shard.layout != Layout::listed;
-    if (thread_ < Traits::kRows) {
-      const PackedRow at = packed_row(work, min(thread_, work.rows - 1));
-      shared_.views[slot][thread_] =
+#pragma unroll
+    for (int first = 0; first < Traits::kRows; first += 32) {
+      const int row = first + thread_;
+      if (row >= Traits::kRows) break;
+      const PackedRow at = packed_row(work, min(row, work.rows - 1));
+      shared_.views[slot][row] =
           sees_all ? Interval{0, sequence.local_len} : row_view(p_, sequence, at.token, work.split);
-      if constexpr (!Traits::kPlain) shared_.rows[slot][thread_] = query_row(p_, work.sequence, at);
+      if constexpr (Traits::kBiases) shared_.rows[slot][row] = query_row(p_, work.sequence, at);
     }
     __syncwarp();
     view_ = tile_view(p_, sequence, work.split, shared_.views[slot][0],
@@ -137,20 +140,29 @@ class DecodeScheduler {
   /// Announces all segments of the piece in the slot, and loads its queries. The first segment is
   /// announced first, since its keys take longest; its level follows with the queries.
   __device__ __forceinline__ void publish_segments(int slot) {
-    DecodeQueries<Traits>& queries = shared_.queries[slot];
-    const DecodeWorkTile& piece = shared_.piece[slot];
     const int first = known_.stage;
     std::int64_t place = walk_.place;
     publish(slot, static_cast<int>(walk_.segment));
-    typename DecodeQueries<Traits>::Words words;
-    queries.request(p_, piece, 0, words);
-    bool more = walk_.next();
-    if (thread_ == 0) shared_.levels[first] = level_of(place, more);
-    queries.put(p_, 0, words);
+    bool more;
+    if constexpr (Traits::kLatent) {
+      more = walk_.next();
+      if (thread_ == 0) shared_.levels[first] = level_of(place, more);
+      shared_.queries_free.wait(queries_.parity ^ 1);
+      queries_.advance();
+      shared_.load_queries(p_, slot, thread_);
+    } else {
+      DecodeQueries<Traits>& queries = shared_.queries[slot];
+      const DecodeWorkTile& piece = shared_.piece[slot];
+      typename DecodeQueries<Traits>::Words words;
+      queries.request(p_, piece, 0, words);
+      more = walk_.next();
+      if (thread_ == 0) shared_.levels[first] = level_of(place, more);
+      queries.put(p_, 0, words);
 #pragma unroll 1
-    for (int n = 1; n < Traits::kRowTiles; ++n) {
-      queries.request(p_, piece, n, words);
-      queries.put(p_, n, words);
+      for (int n = 1; n < Traits::kRowTiles; ++n) {
+        queries.request(p_, piece, n, words);
+        queries.put(p_, n, words);
+      }
     }
     __syncwarp();
     if (thread_ == 0) shared_.has_queries[slot].arrive();
@@ -268,9 +280,10 @@ class DecodeScheduler {
   int first_whole_ = 0, last_whole_ = 0;  // all keys of segments [first, last) are wanted
   std::int64_t first_key_ = 0;
   int sequence_ = 0;
-  int works_;            // pieces that have keys, if known; otherwise all pieces
-  bool uneven_ = false;  // lengths_differ()
-  bool all_places_;      // keys are copied one by one, so each is looked up
+  int works_;                          // pieces that have keys, if known; otherwise all pieces
+  bool uneven_ = false;                // lengths_differ()
+  bool all_places_ = Traits::kLatent;  // keys are copied one by one, so each is looked up
+  PipelineState<1> queries_;           // of pieces that share the memory of their queries
   const int thread_ = static_cast<int>(threadIdx.x) % 32;
   int index_ = -1;  // of the last piece that was drawn without a ticket
   int ticket_ = 0;  // of thread 0: the ticket of the next piece

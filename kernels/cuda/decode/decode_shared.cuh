@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/cuda/arch/tma.cuh"
+#include "kernels/cuda/common/bias.cuh"
 #include "kernels/cuda/common/fixed_order.cuh"
 #include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/common/view.cuh"

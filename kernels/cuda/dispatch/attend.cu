@@ -36,6 +36,9 @@ KernelShape shape_of(const Instance& found, const AttendParams& p, Lengths lengt
       return bf16 ? portable_bf16(dim, fixed_order, loader)
                   : portable_fp16(dim, fixed_order, loader);
     }
+    case Family::mla:
+    case Family::mla_in_order:
+      return bf16 ? mla_bf16(found.family) : mla_fp16(found.family);
     default:
       if (loader == Loader::any8)
         return p.kv_dtype == DType::e5m2 ? decode_e5m2(dim, found.rows)
@@ -71,7 +74,8 @@ void queue_splits(const AttendParams& p, KernelLaunch& launch, const Gpu& gpu,
                    static_cast<std::size_t>(launch.shared_bytes)};
   if (shape.decode == nullptr) return launch_kernel(shape.tiled, how, p, launch.plan);
   KvTensorMaps maps{};
-  if (gpu.sm90_code) maps = kv_tensor_maps(p, shape.box_dim, shape.box_keys);
+  if (gpu.sm90_code)
+    maps = shape.maps != nullptr ? shape.maps(p) : kv_tensor_maps(p, shape.box_dim, shape.box_keys);
   how.overlaps = gpu.sm90_code;
   launch_kernel(shape.decode, how, p, launch.plan, maps);
 }

@@ -23,6 +23,8 @@ KernelShape decode_bf16(int dim, std::int64_t rows, Loader loader);
 KernelShape decode_fp16(int dim, std::int64_t rows, Loader loader);
 KernelShape decode_e4m3(int dim, std::int64_t rows);  // of keys and values
 KernelShape decode_e5m2(int dim, std::int64_t rows);
+KernelShape mla_bf16(Family family);
+KernelShape mla_fp16(Family family);
 KernelShape attend_fp32(int dim, Loader loader);  // for short and long queries
 
 /// The current GPU, with the kernels of this build.

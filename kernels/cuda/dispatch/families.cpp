@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/common/access.hpp"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
+#include "kernels/cuda/mla/mla_rules.hpp"
 #include "longspan/error.hpp"
 
 namespace longspan::kernels::cuda {
@@ -82,6 +83,16 @@ bool takes_decode(const AttendParams& p, Lengths lengths) {
   return lengths != Lengths::only_long && p.dtype != DType::fp32 && p.head_dim == p.value_dim &&
          !p.dropout;
 }
+/// The heads of a kv head choose between the two families of latent keys, never the rest of a
+/// batch.
+bool takes_latent(const AttendParams& p, Lengths lengths) {
+  return lengths != Lengths::only_long && takes_latent_keys(p) &&
+         p.heads / p.kv_heads > kLatentRowsInOrder && !p.invariant;
+}
+bool takes_latent_in_order(const AttendParams& p, Lengths lengths) {
+  return lengths != Lengths::only_long && takes_latent_keys(p) &&
+         p.heads / p.kv_heads <= kLatentRowsInOrder;
+}
 bool takes_16_bits(const AttendParams& p, Lengths) { return p.dtype != DType::fp32; }
 bool takes_tf32(const AttendParams& p, Lengths) { return p.dtype == DType::fp32 && p.tf32; }
 bool takes_all(const AttendParams&, Lengths) { return true; }
@@ -95,6 +106,16 @@ constexpr CudaFamily decode() {
     return p.queries.ranks == 1 && p.new_v.data != nullptr && loader_of(p) == Loader::plain &&
            !p.rope && !p.documents && !p.batch.hides() && p.shard.layout != Layout::listed &&
            is_aligned<8>(p.new_k, p.dtype) && is_aligned<8>(p.new_v, p.dtype);
+  };
+  return family;
+}
+
+/// A family of latent keys, for GPUs that run Hopper's code.
+template <Family kId, bool (*kTakes)(const AttendParams&, Lengths)>
+constexpr CudaFamily latent(const char* heads, const char* takes) {
+  CudaFamily family = planned<kId, kTakes>("short", heads, takes);
+  family.accepts = [](const AttendParams& p, const Kind& kind) {
+    return kind.gpu.hopper_code && kTakes(p, kind.lengths) && instance_for(kId, p, kind) != nullptr;
   };
   return family;
 }
@@ -125,6 +146,13 @@ constexpr CudaFamily kFamilies[] = {
         "16 bits of one type, a positive scale, pages for heads of 81 to 192; no qq_bias, ALiBi "
         "sqrt, scales of tensors or dropout"),
     decode(),
+    latent<Family::mla_in_order, takes_latent_in_order>(
+        "264 to 576",
+        "values in the keys, up to 16 heads of a kv head: 16 bits of one type; no biases, scales "
+        "of "
+        "tensors or dropout"),
+    latent<Family::mla, takes_latent>("264 to 576",
+                                      "the same for more heads of a kv head; not invariant"),
     planned<Family::portable, takes_16_bits>(
         "any", "up to 256", "products of 16 bits; keys and values of that type or fp8"),
     planned<Family::tf32, takes_tf32>("any", "up to 256", "fp32 with tf32, in products of tf32"),
@@ -176,9 +204,9 @@ std::size_t scratch_bound(const AttendParams& limits, const Gpu& gpu) {
       const Room room = family.scratch(limits, kind);
       most.bytes = std::max(most.bytes, room.bytes);
       most.split_tokens = std::max(most.split_tokens, room.split_tokens);
-      // Hopper's families accept calls by the layout and the number of rows, so other families
-      // serve some calls within the limits.
-      if (!is_of_hopper(family.id)) return;
+      // These accept calls by the layout and the number of rows, so other families serve some calls
+      // within the limits.
+      if (!is_of_hopper(family.id) && !is_of_mla(family.id)) return;
     }
     refuse(limits, gpu);
   };

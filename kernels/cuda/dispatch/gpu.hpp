@@ -28,6 +28,7 @@ struct KernelShape {
                                 // shared_bytes; it uses as many as it gets
   int box_keys = 0;             // most keys of a box
   bool resumes = false;         // rows start from the states at their targets, if asked
+  KvTensorMaps (*maps)(const AttendParams&) = nullptr;  // makes the maps; null: kv_tensor_maps
 
   const void* kernel() const {
     return decode ? reinterpret_cast<const void*>(decode) : reinterpret_cast<const void*>(tiled);

@@ -30,18 +30,25 @@ enum class Family : std::uint8_t {
   tf32,
   hopper,
   hopper_e4m3,
-  hopper_in_order
+  hopper_in_order,
+  mla,
+  mla_in_order
 };
 
 constexpr const char* name(Family family) {
-  constexpr const char* names[] = {"decode", "portable",    "fp32",           "tf32",
-                                   "hopper", "hopper e4m3", "hopper in order"};
+  constexpr const char* names[] = {
+      "decode",      "portable",        "fp32", "tf32",        "hopper",
+      "hopper e4m3", "hopper in order", "mla",  "mla in order"};
   return names[static_cast<int>(family)];
 }
 
 constexpr bool is_of_hopper(Family family) {
   return family == Family::hopper || family == Family::hopper_e4m3 ||
          family == Family::hopper_in_order;
+}
+
+constexpr bool is_of_mla(Family family) {
+  return family == Family::mla || family == Family::mla_in_order;
 }
 
 struct Instance {
@@ -55,7 +62,7 @@ struct Instance {
 
 /// They ascend in value_dim, then dim, then rows. For fp32 and tf32 `any16` stands for everything
 /// that is not plain. For hopper the bytes are those with ALiBi, which needs the most, and `any16`
-/// is also for pages and biases.
+/// is also for pages and biases. For mla it stands for everything.
 inline constexpr Instance kInstances[] = {
     {Family::decode, Loader::plain, 32, 32, 8, 38'704},
     {Family::decode, Loader::plain, 32, 32, 16, 42'928},
@@ -124,6 +131,8 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper_e4m3, Loader::any8, 256, 256, 128, 202'752},
     {Family::hopper_in_order, Loader::any16, 64, 64, 128, 117'760},
     {Family::hopper_in_order, Loader::any16, 128, 128, 128, 232'448},
+    {Family::mla, Loader::any16, 576, 512, 64, 231'424},
+    {Family::mla_in_order, Loader::any16, 576, 512, 16, 227'328},
 };
 
 /// The shared memory of a block that every instance except Hopper's fits.

@@ -122,10 +122,10 @@ bool may_hold(const Geometry& p, Lengths lengths) {
 }
 
 const Instance* instance_for(Family family, const AttendParams& p, const Kind& kind) {
-  // Kernels that read any layout have one instance for all: tf32, and fp32 except for plain rows of
-  // fp32, and when it replaces others.
+  // Kernels that read any layout have one instance for all: mla, tf32, and fp32 except for plain
+  // rows of fp32, and when it replaces others.
   const bool stands_in = p.dtype != DType::fp32 || p.tf32;
-  const bool reads_any = family == Family::tf32 ||
+  const bool reads_any = family == Family::tf32 || is_of_mla(family) ||
                          (family == Family::fp32 && (stands_in || kind.loader != Loader::plain));
   return fitting_instance(family, reads_any ? Loader::any16 : kind.loader, p.head_dim, p.value_dim,
                           mean_rows(p, kind.lengths), kind.gpu.block_bytes);
@@ -149,11 +149,13 @@ KernelLaunch make_launch(Family family, const AttendParams& p, const Kind& kind)
   plan.by_group = Divisor(static_cast<std::uint32_t>(p.heads / p.kv_heads));
   plan.by_page = Divisor(static_cast<std::uint32_t>(p.pages.size));
   const bool decodes = shape.decode != nullptr, shared = decodes && p.batch.size > 1;
-  if (plan_splits(p, works, resident, decodes, plan))
+  const bool one_pass = decodes && shape.state_bytes == 0;
+  if (plan_splits(p, works, resident, decodes, one_pass, plan))
     plan.numbers.taken = reinterpret_cast<SplitsTaken*>(p.scratch + kAlign / 2);
   plan.works = plan.tiles * p.kv_heads * plan.splits;
   if (shared) order_sequences(p, resident, plan);
-  launch.blocks = shape.state_bytes == 0 ? plan.works : std::min(plan.works, resident);
+  const bool in_one_wave = decodes || shape.state_bytes != 0;  // blocks take several works
+  launch.blocks = in_one_wave ? std::min(plan.works, resident) : plan.works;
 
   if (plan.works > launch.blocks && (shared || !decodes))
     plan.ticket = decodes && p.ticket ? p.ticket : reinterpret_cast<int*>(p.scratch);

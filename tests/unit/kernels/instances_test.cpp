@@ -19,7 +19,7 @@ constexpr int kSmall = 99 * 1024, kAmpere = 163 * 1024, kHopper = 227 * 1024;
 
 constexpr bool all_fit() {
   return std::all_of(std::begin(kInstances), std::end(kInstances), [](const Instance& i) {
-    return i.bytes <= (is_of_hopper(i.family) ? kHopper : kAmpere);
+    return i.bytes <= (is_of_hopper(i.family) || is_of_mla(i.family) ? kHopper : kAmpere);
   });
 }
 static_assert(all_fit(), "an instance fits no GPU that it is for");

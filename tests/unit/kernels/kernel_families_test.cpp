@@ -27,9 +27,10 @@ constexpr Architecture kArchitectures[] = {{80, 108, 164 * 1024, 163 * 1024},
 
 /// Replaces the kernel of an instance: the sizes of a build, in numbers near those of real ones.
 KernelShape shape_of(const Instance& instance, const AttendParams& p, Lengths lengths) {
-  const bool decodes = instance.family == Family::decode;
+  const bool decodes = instance.family == Family::decode || is_of_mla(instance.family);
   const bool fixed_order =
-      instance.family != Family::portable || p.invariant || lengths != Lengths::only_long;
+      instance.family != Family::mla &&
+      (instance.family != Family::portable || p.invariant || lengths != Lengths::only_long);
   KernelShape shape;
   if (decodes) shape.decode = reinterpret_cast<decltype(shape.decode)>(std::uintptr_t{1});
   shape.threads = decodes ? 160 : 128;
@@ -106,6 +107,7 @@ class Draw {
     p.q = {nullptr, row, p.head_dim};
     p.k = KvRows(nullptr, row, p.head_dim);
     p.v = KvRows(nullptr, row, p.value_dim);
+    if (p.value_dim <= p.head_dim && chance(2)) p.v = p.k;  // the keys' first columns
     if (chance(4)) p.pages.table = &kSome;
     if (chance(6)) p.bias.slopes = Floats(&kFactor);
     if (chance(6)) p.k_scale.data = &kFactor;
@@ -234,7 +236,28 @@ TEST(KernelFamilies, TheFirstOfTheTableThatAcceptsServes) {
        }},
       {"portable", kShort, [](AttendParams& p) { p.head_dim = 192; }},
       {"fp32", kLong, [](AttendParams& p) { p.head_dim = 576; }},
-      {"fp32", kShort, [](AttendParams& p) { p.head_dim = 576; }},
+      {"mla in order", kShort, [](AttendParams& p) { p.head_dim = 576; }},
+      {"mla", kShort,
+       [](AttendParams& p) {
+         p.head_dim = 576;
+         p.heads = 17;
+       }},
+      {"fp32", kShort,
+       [](AttendParams& p) {
+         p.head_dim = 576;
+         p.heads = 17;
+         p.invariant = true;
+       }},
+      {"fp32", kShort,  // values that are not in the keys
+       [](AttendParams& p) {
+         p.head_dim = 576;
+         p.v.row_stride = 256;
+       }},
+      {"fp32", kShort,
+       [](AttendParams& p) {
+         p.head_dim = 576;
+         p.bias.slopes = Floats(&kSlope);
+       }},
       {"fp32", kShort, [](AttendParams& p) { p.dtype = p.q_dtype = p.kv_dtype = DType::fp32; }},
       {"tf32", kLong,
        [](AttendParams& p) {
@@ -257,7 +280,8 @@ TEST(KernelFamilies, TheFirstOfTheTableThatAcceptsServes) {
     const CudaFamily& found = serving(p, kind_of(p, c.lengths, hopper));
     EXPECT_STREQ(found.words.name, c.by) << described(p);
     const CudaFamily& elsewhere = serving(p, kind_of(p, c.lengths, ampere));
-    EXPECT_STREQ(elsewhere.words.name, is_of_hopper(found.id) ? "portable" : c.by) << described(p);
+    const char* by = is_of_hopper(found.id) ? "portable" : is_of_mla(found.id) ? "fp32" : c.by;
+    EXPECT_STREQ(elsewhere.words.name, by) << described(p);
   }
 }
 

@@ -130,4 +130,15 @@ struct Product {
   }
 };
 
+/// D[64, 16] += A B, both from shared memory. B is stored as [16 columns, K] with K innermost.
+/// kTransposed: A is stored as [K, 64] with its rows innermost (like V) instead of as [64, K].
+template <class Element, bool kTransposed>
+void multiply_16(float (&d)[8], std::uint64_t a, std::uint64_t b, bool add,
+                 simulated::Site site = simulated::Site::current()) {
+  using simulated::Number;
+  static_assert(std::is_same_v<Element, __half> || std::is_same_v<Element, __nv_bfloat16>);
+  simulated::multiply_later(std::is_same_v<Element, __half> ? Number::fp16 : Number::bf16, 16,
+                            false, d, nullptr, a, b, add, site, kTransposed);
+}
+
 }  // namespace longspan::kernels::sm90

@@ -283,7 +283,8 @@ void Trial::take_features() {
   };
   args_.q_scale = scales(q_scale_, p.q_scale);
   args_.k_scale = scales(k_scale_, p.k_scale);
-  args_.v_scale = scales(v_scale_, p.v_scale);
+  // Values in the memory of keys have their scale, which a GPU cannot compare with another.
+  args_.v_scale = p.options.values_in_keys ? args_.k_scale : scales(v_scale_, p.v_scale);
   if (p.out_scale != 0) args_.out_scale = floats(out_scale_, {p.out_scale});
   if (!p.qq_bias.empty()) {
     qq_bias_ = on_device(device, p.qq_bias);

@@ -124,16 +124,19 @@ __global__ void mma_kernel(const std::uint32_t* a, const std::uint32_t* b, float
 template <int kN>
 struct Operands {
   static constexpr int kPanels = kProductSteps / 4;
-  static constexpr int kA = kPanels * 64 * 128;
-  static constexpr int kRows = kProductSteps * 16;  // of a transposed B
-  static constexpr int kB = kPanels * kN * 128, kTransposedB = (kN + 63) / 64 * kRows * 128;
+  static constexpr int kA = kPanels * 64 * 128, kB = kPanels * kN * 128;
+};
+template <int kN>
+struct TransposedOperand {  // B
+  static constexpr int kRows = kProductSteps * 16;
+  static constexpr int kB = (kN + 63) / 64 * kRows * 128;
 };
 
 template <int kN, class Element, bool kTransposed, bool kRegisters>
 __global__ __launch_bounds__(128) void product_kernel(const __grid_constant__ Product product) {
   if constexpr (arch::kHasWgmma) {
     using Sizes = Operands<kN>;
-    constexpr int kBytesB = kTransposed ? Sizes::kTransposedB : Sizes::kB;
+    constexpr int kBytesB = kTransposed ? TransposedOperand<kN>::kB : Sizes::kB;
     std::byte* const a = arch::dynamic_shared<1024>();
     std::byte* const b = a + (kRegisters ? 0 : Sizes::kA);
     const auto copy = [](std::byte* to, const std::byte* from, int bytes) {
@@ -155,7 +158,8 @@ __global__ __launch_bounds__(128) void product_kernel(const __grid_constant__ Pr
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           registers[i][j] = product.registers[(i * 128 + thread()) * 4 + j];
-    const std::uint64_t b_operand = sm90::operand(b, kTransposed ? Sizes::kRows * 128 : kN * 128);
+    const std::uint64_t b_operand =
+        sm90::operand(b, kTransposed ? TransposedOperand<kN>::kRows * 128 : kN * 128);
     sm90::wgmma_begin();
 #pragma unroll
     for (int i = 0; i < kProductSteps; ++i) {
@@ -225,7 +229,8 @@ void multiply_as(const Product& product) {
   const bool registers = product.a == nullptr;
   const auto kernel = registers ? product_kernel<kN, Element, kTransposed, true>
                                 : product_kernel<kN, Element, kTransposed, false>;
-  const int bytes = (registers ? 0 : Sizes::kA) + (kTransposed ? Sizes::kTransposedB : Sizes::kB);
+  const int bytes =
+      (registers ? 0 : Sizes::kA) + (kTransposed ? TransposedOperand<kN>::kB : Sizes::kB);
   LONGSPAN_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   run(kernel, 1, 128, bytes, product);

@@ -8,6 +8,8 @@ only inside see those. Both hold for the thread that entered, as torch.no_grad d
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 import threading
 from typing import Any, Iterator
 
@@ -71,6 +73,27 @@ def _taken_along() -> tuple[Ranks, dict] | None:
     return torch._C._get_obj_in_tls(_NAME) if torch._C._is_key_in_tls(_NAME) else None
 
 
+def _stash(taken: object) -> None:
+    if _STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(taken))
+    torch._C._stash_obj_in_tls(_NAME, taken)
+
+
+def _steals() -> bool:
+    """Whether this torch (2.11 does) takes a reference that it was not given: it counts none, and later releases one."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_NAME, probe)
+    steals = sys.getrefcount(probe) == count
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STEALS = _steals()
+_stash(None)
+
+
 def attend_on(ranks: Ranks, options: dict, *args, **kwargs):
     """One process alone attends on the device of the query."""
     query = args[0] if args else kwargs.get("query")
@@ -99,12 +122,12 @@ def caught(ranks: Ranks, options: dict) -> Iterator[None]:
     contexts = _inside.__dict__.setdefault("contexts", [])
     contexts.append((ranks, options))
     outer = _taken_along()
-    torch._C._stash_obj_in_tls(_NAME, (ranks, options))
+    _stash((ranks, options))
     try:
         with _Mode(ranks, options), torch._C._IncludeDispatchKeyGuard(torch._C._parse_dispatch_key(_KEY)):
             yield
     finally:
-        torch._C._stash_obj_in_tls(_NAME, outer)
+        _stash(outer)
         contexts.pop()
 
 

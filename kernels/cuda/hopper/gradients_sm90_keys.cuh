@@ -55,7 +55,7 @@ struct KeyGradientShared {
   alignas(1024) TilePanels<Element, T::kPanels, T::kRows> q[T::kStages], dout[T::kStages];
   struct RowTile {
     float lse[T::kRows], d[T::kRows];  // RowFactors
-    float odd[T::kRows];               // of a marked tile: D where it is not finite, else 0
+    float infinite_d[T::kRows];        // of a marked tile: D where it is not finite, else 0
     RowKeys keys[T::kRows];            // what each row sees, counted from the first owned key
     int count;
     bool cut;     // some row does not see all owned keys; `keys` are not set otherwise
@@ -185,9 +185,9 @@ class KeyGradientProducer {
       const RowFactors factors = factors_of(term, marked);
       marks = marks || (marked && i < count);
       rows.lse[i] = factors.lse;
-      const bool odd = !is_finite(factors.d);
-      rows.d[i] = odd ? 0.0f : factors.d;
-      rows.odd[i] = odd ? factors.d : 0.0f;
+      const bool infinite = !is_finite(factors.d);
+      rows.d[i] = infinite ? 0.0f : factors.d;
+      rows.infinite_d[i] = infinite ? factors.d : 0.0f;
       if (!cut) continue;
       RowKeys keys{0, 0};
       if (i < count) {
@@ -263,10 +263,10 @@ class KeyGradientConsumer {
 #pragma unroll
     for (int i = 0; i < T::kDim / 2; ++i) dk[i] = dv[i] = 0;
     nan(Sums::dk) = nan(Sums::dv) = 0;
+    load_owned();  // also if nobody sees them: no block may end while they are on their way
     if (tiles > 0) {
       pin(dk);
       pin(dv);
-      load_owned();
       begin_tile();
       begin_products();
 #pragma unroll 1
@@ -392,7 +392,7 @@ class KeyGradientConsumer {
   }
   /// Weights become dS, rounded.
   __device__ __forceinline__ void differentiate(const float2 (&d)[T::kRows / 8]) {
-    if (uniform(shared_.rows[stage_].marked)) add_odd();
+    if (uniform(shared_.rows[stage_].marked)) add_infinite();
 #pragma unroll
     for (int j = 0; j < T::kRows / 8; ++j)
 #pragma unroll
@@ -401,13 +401,13 @@ class KeyGradientConsumer {
   }
 
   /// D of a marked row that is not finite counts for the keys that the row sees.
-  __device__ __forceinline__ void add_odd() {
+  __device__ __forceinline__ void add_infinite() {
     const auto& rows = shared_.rows[stage_];
 #pragma unroll
     for (int j = 0; j < T::kRows / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (s[4 * j + e] != 0.0f) g[4 * j + e] -= rows.odd[8 * j + 2 * (lane_ % 4) + e % 2];
+        if (s[4 * j + e] != 0.0f) g[4 * j + e] -= rows.infinite_d[8 * j + 2 * (lane_ % 4) + e % 2];
   }
 
   /// Waits for the owned keys, or loads those of a tile that is not whole. Keys that nobody sees

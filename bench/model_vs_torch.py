@@ -2,11 +2,14 @@
 """A model whose tokens are sharded over GPUs: longspan's context_parallel beside PyTorch's, in one run.
 
     python3 bench/model_vs_torch.py --machine h200x2 --ranks 2
+    python3 bench/model_vs_torch.py --machine h200x2 --ranks 2 --train
 
 The model is a stack of Llama's layers (RMSNorm, rotary positions, attention by F.scaled_dot_product_attention,
 SwiGLU) in bf16 with random weights, whole on every GPU. Its forward is the same code under both, and alone on one
 GPU. torchrun starts the ranks, and each side is measured once in a round, in turns. Both results are compared with
 the model on one GPU: the largest difference over the largest magnitude. Records go to model-<machine>.jsonl.
+--train measures steps of training: forward, backward, the sum of gradients over the ranks, and AdamW. It compares
+the gradients of the first layer in place of results.
 """
 
 import argparse
@@ -19,7 +22,10 @@ import sys
 import records
 
 LAYERS, DIM = 4, 128
-WITHIN = 0.05  # of the largest output: bf16 through four layers, by kernels that round at other places
+ALONE = "one GPU"
+TRAIN_TARGET = 1.1  # times as fast as PyTorch's, at TRAIN_TOKENS
+TRAIN_TOKENS = 32768
+WITHIN = 0.05  # of the largest output or gradient: bf16 through four layers, by kernels that round at other places
 
 
 def arguments():
@@ -30,11 +36,12 @@ def arguments():
     parser.add_argument("--heads", nargs="+", default=["16/16", "32/8"], help="query heads / kv heads")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--train", action="store_true", help="measure steps of training")
     records.add_arguments(parser)
     return parser.parse_args()
 
 
-def model_of(heads, kv_heads, tokens, device):
+def model_of(heads, kv_heads, tokens, device, train):
     import torch
     import torch.nn.functional as F
 
@@ -43,7 +50,7 @@ def model_of(heads, kv_heads, tokens, device):
 
     def matrix(rows, columns):
         made = torch.randn(rows, columns, generator=generator, device=device) * rows ** -0.5
-        return torch.nn.Parameter(made.to(torch.bfloat16), requires_grad=False)
+        return torch.nn.Parameter(made.to(torch.bfloat16), requires_grad=train)
 
     def norm(x):
         return F.rms_norm(x, (width,))
@@ -77,7 +84,28 @@ def model_of(heads, kv_heads, tokens, device):
             x = layer(x, angles)
         return x
 
-    return forward, x, angles
+    return forward, x, angles, layers
+
+
+def training_step(forward, layers, tokens):
+    """step(x, angles) trains on this rank's rows, and returns the gradient of the first layer's qkv, of all rows."""
+    import torch
+    import torch.distributed as dist
+
+    weights = list(layers.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=True)
+
+    def step(x, angles):
+        optimizer.zero_grad()
+        (forward(x, angles).float().square().sum() / tokens).backward()
+        if x.shape[1] < tokens:
+            for weight in weights:
+                dist.all_reduce(weight.grad)
+        found = weights[0].grad.clone()
+        optimizer.step()
+        return found
+
+    return step
 
 
 def rank(args):
@@ -96,47 +124,57 @@ def rank(args):
     def milliseconds(work):
         return torch_gpu.slowest_ms(work, 2, args.iterations)
 
-    def by_longspan(forward, x, angles):
+    def by_longspan(work, x, angles):
         own = [x.clone(), angles.clone()]
         with longspan.torch.context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 0], no_restore_buffers=own):
-            ms, out = milliseconds(lambda: forward(*own))
-        return ms, longspan.torch.context_parallel_unshard(mesh, [out], [1])[0]
+            out = work(*own)
+            ms, _ = milliseconds(lambda: work(*own))
+        return ms, out if args.train else longspan.torch.context_parallel_unshard(mesh, [out], [1])[0]
 
     def by_torch(method, backend):
-        def run(forward, x, angles):
+        def run(work, x, angles):
             theirs.set_rotate_method(method)
             theirs._cp_options.enable_load_balance = True
             own = [x.clone(), angles.clone()]
             with sdpa_kernel(backend), context_parallel(mesh, buffers=own, buffer_seq_dims=[1, 0],
                                                         no_restore_buffers=set(own)):
-                ms, out = milliseconds(lambda: forward(*own))
-            return ms, context_parallel_unshard(mesh, [out], [1])[0]
+                out = work(*own)
+                ms, _ = milliseconds(lambda: work(*own))
+            return ms, out if args.train else context_parallel_unshard(mesh, [out], [1])[0]
         return run
 
     sides = {"longspan": by_longspan, "PyTorch allgather, cuDNN": by_torch("allgather", SDPBackend.CUDNN_ATTENTION),
              "PyTorch alltoall, cuDNN": by_torch("alltoall", SDPBackend.CUDNN_ATTENTION)}
 
-    @torch.no_grad()
+    def work_of(shape):
+        """A new model, always with the same weights: (forward or a step of training, x, angles)."""
+        forward, x, angles, layers = model_of(*shape, device, args.train)
+        return (training_step(forward, layers, shape[2]) if args.train else forward), x, angles
+
+    def alone(work, x, angles):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = work(x, angles)
+            ms, _ = milliseconds(lambda: work(x, angles))
+        return ms, out
+
     def measure(shape):
-        forward, x, angles = model_of(*shape, device)
-        times, errors, alone = {}, {}, []
+        times, errors, right = {}, {}, None
         for number in range(args.rounds):
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                ms, right = milliseconds(lambda: forward(x, angles))
-            alone.append(ms)
-            for name, run in sides.items():
+            for name, run in ({ALONE: alone} | sides).items():
                 try:
-                    ms, out = run(forward, x, angles)
+                    with torch.set_grad_enabled(args.train):
+                        ms, out = run(*work_of(shape))
                 except (RuntimeError, ValueError, NotImplementedError) as error:
-                    if name == "longspan":
+                    if name in (ALONE, "longspan"):
                         raise
                     errors[name] = str(error).splitlines()[0][:120]
                     continue
                 times.setdefault(name, []).append(ms)
-                if number == 0:
-                    off = (out.float() - right.float()).abs().max() / right.float().abs().max()
-                    errors[name] = round(off.item(), 5)
-        return (statistics.median(alone), {n: statistics.median(t) for n, t in times.items()}, errors)
+                if right is None:
+                    right = out.float()
+                elif number == 0:
+                    errors[name] = round(((out - right).abs().max() / right.abs().max()).item(), 5)
+        return {n: statistics.median(t) for n, t in times.items()}, errors
 
     for pair in args.heads:
         for tokens in args.tokens:
@@ -148,11 +186,13 @@ def rank(args):
     torch_gpu.leave()
 
 
-def judge(args, shape, alone, times, errors):
+def judge(args, shape, times, errors):
     """The records of a case; the same on every rank."""
     heads, kv_heads, tokens = shape
+    alone = times.pop(ALONE)
     case = {"layers": LAYERS, "heads": heads, "kv_heads": kv_heads, "dim": DIM, "dtype": "bf16", "tokens": tokens,
-            "ranks": args.ranks}
+            "ranks": args.ranks} | ({"train": True} if args.train else {})
+    target = TRAIN_TARGET if args.train and tokens == TRAIN_TOKENS else 1.0
     ours, found = times["longspan"], []
     for name, error in errors.items():
         if name not in times:
@@ -165,8 +205,10 @@ def judge(args, shape, alone, times, errors):
                   f"{alone / ms / args.ranks:.3f}   off by {errors[name]}", flush=True)
         if name != "longspan":
             found.append(records.record("model", case, "ms", round(ours, 3), peer=name, peer_value=round(ms, 3),
-                                        ratio=round(ms / ours, 3), target=1.0))
+                                        ratio=round(ms / ours, 3), target=target))
     found.append(records.record("model", case, "efficiency", round(alone / ours / args.ranks, 3)))
+    if args.train:
+        found.append(records.record("model", case, "tokens/s", round(tokens / ours * 1000)))
     return found
 
 

@@ -148,6 +148,8 @@ class GradientKernels {
   /// Makes what backward needs of each row. Throws Unsupported on GPUs, as the others do.
   virtual void row_terms(const RowTermParams& params, Stream stream) const;
   virtual void sink_gradients(const SinkGradientParams& params, Stream stream) const;
+  /// Whether attend_gradients can store the gradients where GradientParams::stores says.
+  virtual bool stores_gradients(const GradientParams& /*params*/) const { return false; }
   /// Adds up the gradients of a block of rows and a block of keys. On CPUs the calling thread calls
   /// `between`, as in AttentionKernels::attend.
   virtual void attend_gradients(const GradientParams& params, Stream stream,

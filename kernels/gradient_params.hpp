@@ -128,6 +128,22 @@ struct BiasSums {
   std::int64_t qq_stride = 0;     // from one row to the next
 };
 
+/// Where kernels store the gradients of a block that has all rows and keys, with their one
+/// rounding: in tensors of its type.
+struct GradientStores {
+  TokenRows dq;      // [tokens, heads, head_dim]; no data: gradients stay sums
+  TokenRows dk, dv;  // [keys, kv_heads, dim]
+  std::int64_t capacity =
+      0;  // dk and dv are [batch, capacity, ...]; 0: their rows are those of sums
+
+  LONGSPAN_HD explicit operator bool() const { return dq.data != nullptr; }
+  /// The row of dk and dv for a key of sequence b, which is row `sum` of the sums; -1: none.
+  LONGSPAN_HD std::int64_t place(int b, std::int64_t key, std::int64_t sum) const {
+    if (capacity == 0) return sum;
+    return key < capacity ? b * capacity + key : -1;
+  }
+};
+
 /// Adds up the gradients of a block of rows and a block of keys: those of AttendParams. Every row
 /// and key of the blocks is written, with zeros where nothing is seen. fp8 and pages are refused.
 struct GradientParams : AttendParams {
@@ -142,6 +158,7 @@ struct GradientParams : AttendParams {
   bool resume_rows = false;                     // dq starts from what is there, otherwise from zero
   bool resume_keys = false;                     // the same for dk and dv
   BiasSums biases;                              // slopes only with dq
+  GradientStores stores;  // only if the backend stores_gradients: sums may then be anything
 };
 
 /// Adds sums to the first columns of others, row by row: to[.., c] += from[.., c].
@@ -226,8 +243,7 @@ struct StoreGradientParams {
     if (!of_keys) return in_batch(batch, row / group) ? row : -1;
     const SummedKeys::Key key = keys.at(row);
     if (key.sequence < 0) return -1;
-    if (capacity == 0) return row;
-    return key.index < capacity ? key.sequence * capacity + key.index : -1;
+    return GradientStores{.capacity = capacity}.place(key.sequence, key.index, row);
   }
 };
 

@@ -2,6 +2,7 @@
 // layouts, biases; and its bits.
 #include <gtest/gtest.h>
 
+#include "tests/gpu/gpu_case.hpp"
 #include "tests/gpu/on_gpu.hpp"
 #include "tests/support/device_gradients.hpp"
 
@@ -240,6 +241,31 @@ TEST_F(GpuGradients, OfManyTiles) {
     other.kv_len = {200, 140, 20, 130};
     other.padded = true;
     expect_exact(other);
+  }
+}
+
+/// Gradients that the kernels store are their sums, rounded once, and nothing else is written.
+TEST_F(GpuGradients, StoredByTheKernels) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const auto& [dim, value_dim] : {std::pair{64, 64}, {40, 48}, {128, 104}}) {
+    GradientCase c{.dtype = DType::bf16,
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .dim = dim,
+                   .value_dim = value_dim,
+                   .query_len = {100, 0, 70, 20},
+                   .kv_len = {200, 30, 40, 0},
+                   .mask = {.causal = true}};
+    for (const bool several : {true, false}) {
+      if (!several) c.query_len = {110}, c.kv_len = {300};
+      const auto seed = static_cast<std::uint32_t>(random_());
+      SCOPED_TRACE("seed " + std::to_string(seed) + ", dim " + std::to_string(dim));
+      const DeviceGradients problem(c, seed);
+      Gradients sums = problem.run(backend());
+      for (std::vector<double>* const gradients : {&sums.dq, &sums.dk, &sums.dv})
+        for (double& x : *gradients) x = launcher::rounded(c.dtype, static_cast<float>(x));
+      EXPECT_TRUE(problem.run(backend(), true) == sums);
+    }
   }
 }
 

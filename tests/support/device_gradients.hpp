@@ -162,8 +162,9 @@ class DeviceGradients {
     return all;
   }
 
-  /// Backward by a backend, block by block of rows and keys.
-  Gradients run(const kernels::Backend& backend) const {
+  /// Backward by a backend, block by block of rows and keys. `stored`: the kernels store the
+  /// gradients, rounded, of the only block.
+  Gradients run(const kernels::Backend& backend, bool stored = false) const {
     Gradients all = zeros();
     const Device device = backend.device();
     std::vector<Buffer> dk, dv;
@@ -200,7 +201,11 @@ class DeviceGradients {
         poison(scratch);
         p.scratch = static_cast<std::byte*>(scratch.data());
         p.scratch_bytes = scratch.bytes() - 1;
+        std::optional<Stored> stores;
+        if (stored) stores.emplace(*this, device, p);
+        EXPECT_EQ(backend.stores_gradients(p), stored);
         backend.attend_gradients(p, {});
+        if (stored) return stores->gradients(*this);
         if (device == Device::cuda) from_device(dslopes);  // waits: memory ends here
       }
       if (!c.only_keys) collect_rows(from, from_device(dq), all.dq);
@@ -565,6 +570,67 @@ class DeviceGradients {
     }
     Shard shard;
     Buffer k, v, start, table;
+  };
+
+  /// Places for gradients of the type of q. Keys of several sequences lie apart, further than those
+  /// of the sums.
+  struct Stored {
+    Stored(const DeviceGradients& of, Device device, kernels::GradientParams& p)
+        : capacity(of.c.batch() > 1 ? *std::max_element(of.c.kv_len.begin(), of.c.kv_len.end()) + 9
+                                    : 0),
+          dq(of, device, of.tokens(), of.c.heads, of.c.dim),
+          dk(of, device, key_rows(of), of.c.kv_heads, of.c.dim),
+          dv(of, device, key_rows(of), of.c.kv_heads, of.c.values()) {
+      p.stores = {dq.tensor(), dk.tensor(), dv.tensor(), capacity};
+    }
+    Gradients gradients(const DeviceGradients& of) const {
+      Gradients all = of.zeros();
+      std::vector<std::int64_t> rows(of.tokens()), keys;
+      std::iota(rows.begin(), rows.end(), 0);
+      for (int b = 0; b < of.c.batch(); ++b)
+        for (std::int64_t j = 0; j < of.c.kv_len[b]; ++j)
+          keys.push_back((capacity > 0 ? b * capacity : of.key_start[b]) + j);
+      dq.collect(rows, all.dq);
+      dk.collect(keys, all.dk);
+      dv.collect(keys, all.dv);
+      return all;
+    }
+
+   private:
+    struct Tensor {
+      Tensor(const DeviceGradients& of, Device device, std::int64_t rows, int of_heads, int of_dim)
+          : dtype(of.c.dtype),
+            heads(of_heads),
+            dim(of_dim),
+            stride(std::int64_t{of_heads} * of_dim + of.c.gap),
+            buffer(device, (rows + 1) * stride * size_of(dtype)) {
+        poison(buffer);
+      }
+      kernels::TokenRows tensor() const { return {buffer.data(), stride, dim}; }
+      /// Also expects that nothing else was written.
+      void collect(const std::vector<std::int64_t>& rows, std::vector<double>& to) const {
+        std::vector<std::byte> bytes(buffer.bytes());
+        buffer.download(bytes.data());
+        const std::int64_t columns = std::int64_t{heads} * dim;
+        const std::size_t size = size_of(dtype);
+        for (std::size_t i = 0; i < rows.size(); ++i) {
+          std::byte* const row = bytes.data() + rows[i] * stride * size;
+          for (std::int64_t d = 0; d < columns; ++d)
+            to[i * columns + d] = load_element(row, dtype, d);
+          std::fill_n(row, columns * size, std::byte{0xff});
+        }
+        EXPECT_EQ(std::count(bytes.begin(), bytes.end(), std::byte{0xff}), std::ssize(bytes));
+      }
+      DType dtype;
+      int heads, dim;
+      std::int64_t stride;
+      Buffer buffer;
+    };
+    std::int64_t key_rows(const DeviceGradients& of) const {
+      return capacity > 0 ? of.c.batch() * capacity : of.keys();
+    }
+    std::int64_t capacity;
+    Tensor dq, dk, dv;
   };
 
   void collect_rows(int rank, const std::vector<float>& found, std::vector<double>& all) const {

@@ -236,6 +236,9 @@ class CudaBackend final : public Backend {
   std::size_t gradient_scratch(const GradientParams& bounds) const override {
     return cuda::gradient_scratch(bounds, gpu_);
   }
+  bool stores_gradients(const GradientParams& p) const override {
+    return cuda::stores_gradients(p, gpu_);
+  }
   void attend_gradients(const GradientParams& p, Stream stream,
                         const BetweenTiles&) const override {
     cuda::attend_gradients(p, gpu_, stream_of(stream));

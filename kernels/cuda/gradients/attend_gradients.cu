@@ -116,8 +116,14 @@ void check(const GradientParams& p) {
 
 }  // namespace
 
+bool stores_gradients(const GradientParams& p, const Gpu& gpu) {
+  return gpu.hopper_code && sm90::stores_gradients(p);
+}
+
 void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stream) {
   check(p);
+  if (p.stores && !stores_gradients(p, gpu))
+    throw InputError("attend_gradients was given places for gradients that it leaves as sums");
   if (gpu.hopper_code && sm90::takes_gradients(p)) return sm90::attend_gradients(p, stream);
   const GradientFamily& family = serving(p, gpu);
   std::byte* scratch = p.scratch;

@@ -27,6 +27,9 @@ GradientKernel gradients_fp16(bool rows_own, int dim);
 GradientKernel gradients_tf32(bool rows_own, int dim);
 GradientKernel gradients_fp32(bool rows_own, int dim);
 
+/// GradientKernels::stores_gradients.
+bool stores_gradients(const GradientParams& p, const Gpu& gpu);
+
 /// Adds up gradients: GradientKernels::attend_gradients.
 void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stream);
 

@@ -5,6 +5,7 @@
 // fp32, and where a row sees one key its out is v: dS is then 0 to the bit, as it must be.
 #include "kernels/cuda/arch/shared.cuh"
 #include "kernels/cuda/common/convert.cuh"
+#include "kernels/cuda/common/divisor.hpp"
 #include "kernels/cuda/common/launch.hpp"
 #include "kernels/cuda/gradients/sums.hpp"
 
@@ -47,6 +48,70 @@ __global__ __launch_bounds__(kThreads) void row_terms_kernel(
   const std::int64_t row = first + thread;
   if (row >= rows) return;
   const std::int64_t token = row / p.heads, head = row % p.heads;
+  if (p.dlse.data != nullptr) sum -= *p.dlse.at(token, head);
+  p.terms[row] = row_term(*p.lse.at(token, head), sum);
+}
+
+/// A tile of rows of 16 bits, in chunks of eight elements. A row of 144 bytes begins at other banks
+/// than its seven neighbours.
+struct ChunkTile {
+  static constexpr int kChunks = 8;
+  uint4 out[kThreads][kChunks + 1];
+  uint4 dout[kThreads][kChunks + 1];
+};
+
+__device__ inline float2 widen(std::uint32_t pair, __nv_bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+__device__ inline float2 widen(std::uint32_t pair, __half) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+/// The same for rows of 16 bits that may be read in chunks: eight lanes load a row, and the loads
+/// of a tile are all in flight.
+template <class Element>
+__global__ __launch_bounds__(kThreads) void row_terms_by_chunks_kernel(
+    const __grid_constant__ RowTermParams p, const Divisor by_heads) {
+  auto& tile = arch::shared_variable<ChunkTile>();
+  constexpr int kChunks = ChunkTile::kChunks, kRowsOnce = kThreads / kChunks;
+  const int thread = static_cast<int>(threadIdx.x), chunk = thread % kChunks;
+  const int rows = static_cast<int>(p.tokens * p.heads);
+  const int first = static_cast<int>(blockIdx.x) * kThreads;
+  const int chunks = p.value_dim / 8;
+  float sum = 0;
+  for (int before = 0; before < chunks; before += kChunks) {
+    __syncthreads();  // the tile before is free
+    uint4 out[kChunks]{}, dout[kChunks]{};
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int row = first + thread / kChunks + i * kRowsOnce;
+      if (row >= rows || before + chunk >= chunks) continue;
+      const int token = row / by_heads, head = row - token * p.heads;
+      out[i] = reinterpret_cast<const uint4*>(p.out.at<Element>(token, head))[before + chunk];
+      dout[i] = reinterpret_cast<const uint4*>(p.dout.at<Element>(token, head))[before + chunk];
+    }
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int row = thread / kChunks + i * kRowsOnce;
+      tile.out[row][chunk] = out[i];
+      tile.dout[row][chunk] = dout[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      if (before + c >= chunks) break;
+      const uint4 a = tile.dout[thread][c], b = tile.out[thread][c];
+      const std::uint32_t left[] = {a.x, a.y, a.z, a.w}, right[] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 x = widen(left[i], Element{}), y = widen(right[i], Element{});
+        sum = fmaf(x.y, y.y, fmaf(x.x, y.x, sum));
+      }
+    }
+  }
+  const int row = first + thread;
+  if (row >= rows) return;
+  const int token = row / by_heads, head = row - token * p.heads;
   if (p.dlse.data != nullptr) sum -= *p.dlse.at(token, head);
   p.terms[row] = row_term(*p.lse.at(token, head), sum);
 }
@@ -121,14 +186,25 @@ unsigned blocks_for(std::int64_t rows, int of_block) {
 
 void load_row_terms() {
   load_code(row_terms_kernel);
+  load_code(row_terms_by_chunks_kernel<__nv_bfloat16>);
+  load_code(row_terms_by_chunks_kernel<__half>);
   load_code(sink_gradients_kernel);
   load_code(widen_gradients_kernel);
 }
 
 void row_terms(const RowTermParams& p, cudaStream_t stream) {
-  if (p.tokens > 0)
-    launch_kernel(row_terms_kernel, {blocks_for(p.tokens * p.heads, kThreads), kThreads, stream},
-                  p);
+  if (p.tokens == 0) return;
+  const LaunchConfig how{blocks_for(p.tokens * p.heads, kThreads), kThreads, stream};
+  const bool by_chunks = p.out_dtype == p.dout_dtype && p.value_dim % 8 == 0 &&
+                         p.tokens * p.heads < std::int64_t{1} << 31 &&
+                         is_aligned<8>(p.out, p.out_dtype) && is_aligned<8>(p.dout, p.out_dtype);
+  const Divisor by_heads(static_cast<std::uint32_t>(p.heads));
+  if (by_chunks && p.out_dtype == DType::bf16)
+    launch_kernel(row_terms_by_chunks_kernel<__nv_bfloat16>, how, p, by_heads);
+  else if (by_chunks && p.out_dtype == DType::fp16)
+    launch_kernel(row_terms_by_chunks_kernel<__half>, how, p, by_heads);
+  else
+    launch_kernel(row_terms_kernel, how, p);
 }
 
 void sink_gradients(const SinkGradientParams& p, cudaStream_t stream) {

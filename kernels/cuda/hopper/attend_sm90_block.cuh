@@ -57,7 +57,8 @@ struct GradientSources {
   CUtensorMap dout;      // as q, beside it
   const RowTerm* terms;  // [tokens, heads]
   GradientSums dq;
-  bool resume;  // dq starts from what is there
+  bool resume;   // dq starts from what is there
+  TokenRows to;  // where dq is stored, rounded; no data: it stays a sum
 };
 
 struct KernelParams {

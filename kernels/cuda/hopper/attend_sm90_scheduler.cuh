@@ -62,18 +62,20 @@ __device__ float empty_lse(const Floats& sinks, int head) {
     return sinks[head];
 }
 
-/// One warp writes zeros as the sums of rows that see no key on this rank, unless they have sums.
+/// One warp writes zeros as the dq of rows that see no key on this rank, unless they have sums.
 inline __device__ void store_zeros(const GradientSources& to, const AttendParams& params,
                                    const WorkTile& tile) {
   if (to.resume) return;
   const int group = params.heads / params.kv_heads, of_group = tile.head - tile.kv_head * group;
 #pragma unroll 1
   for (int row = 0; row < tile.rows; ++row) {
-    float* const sums =
-        to.dq.at(tile.kv_head, std::int64_t{tile.first_row + row} * group + of_group);
+    const std::int64_t token = std::int64_t{tile.first_row} + row;
+    const bool rounded = to.to.data != nullptr;  // to 16 bits
+    void* const zeros = rounded ? static_cast<void*>(to.to.at<std::uint16_t>(token, tile.head))
+                                : to.dq.at(tile.kv_head, token * group + of_group);
+    const int words = rounded ? to.dq.dim / 4 : GradientSums::padded(to.dq.dim) / 2;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < GradientSums::padded(to.dq.dim) / 4; i += 32)
-      reinterpret_cast<uint4*>(sums)[i] = {};
+    for (int i = threadIdx.x % 32; i < words; i += 32) static_cast<uint2*>(zeros)[i] = {};
   }
 }
 

@@ -50,7 +50,8 @@ void launch_rows(const GradientParams& p, cudaStream_t stream) {
   call.q = row_map_of(p, p.q, p.head_dim, 64);
   call.k = key_map(p, p.k, p.head_dim, T::kKeys);
   call.v = key_map(p, p.v, p.value_dim, T::kKeys);
-  call.gradients = {row_map_of(p, p.dout, p.value_dim, 64), p.terms, p.dq, p.resume_rows};
+  call.gradients = {row_map_of(p, p.dout, p.value_dim, 64), p.terms, p.dq, p.resume_rows,
+                    p.stores.dq};
   launch_call<T>(row_gradients_kernel<T>, call, p, {}, 1, stream);
 }
 

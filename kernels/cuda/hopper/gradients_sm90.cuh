@@ -174,4 +174,29 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kDim / 2], float 
   }
 }
 
+/// Stores a thread's part of 64 rows of sums, rounded. to(h): its row h, or null.
+template <class Element, int kDim, class To>
+__device__ __forceinline__ void store_rounded(const float (&sums)[kDim / 2], float factor,
+                                              int columns, const To& to) {
+  const int t = static_cast<int>(threadIdx.x % 4);
+  const bool odd = t % 2 != 0;
+  // Which of the zeros a sum is does not count (StoreGradientParams).
+  const auto rounded = [&](int i) {
+    return pack(fmaf(sums[i], factor, 0.0f), fmaf(sums[i + 1], factor, 0.0f), Element{});
+  };
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    Element* const row = to(h);
+#pragma unroll
+    for (int n = 0; n < kDim / 8; n += 2) {
+      // Two lanes swap, so that each has 8 bytes and four have all of a sector.
+      const std::uint32_t first = rounded(4 * n + 2 * h), second = rounded(4 * n + 4 + 2 * h);
+      const std::uint32_t other = __shfl_xor_sync(~0u, odd ? first : second, 1);
+      const int column = 8 * (n + (odd ? 1 : 0)) + t / 2 * 4;
+      if (row != nullptr && column < columns)
+        *reinterpret_cast<uint2*>(row + column) = odd ? uint2{other, second} : uint2{first, other};
+    }
+  }
+}
+
 }  // namespace longspan::kernels::sm90

@@ -19,6 +19,10 @@ inline constexpr int kWidestGradients = 128, kLeastGradients = 40;
 /// softcap, bias or dropout, and no fixed order.
 bool takes_gradients(const GradientParams& params);
 
+/// Whether they also round and store its gradients: of a call that makes all three from zero, into
+/// rows of bf16 at multiples of 8 bytes.
+bool stores_gradients(const GradientParams& params);
+
 /// Bytes of scratch that attend_gradients needs.
 inline constexpr std::size_t kGradientScratch = 16;
 

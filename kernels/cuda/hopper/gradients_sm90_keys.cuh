@@ -452,6 +452,21 @@ class KeyGradientConsumer {
     const OwnedKeys& work = shared_.work;
     const std::int64_t first = cuda::first_key_sum(params, work.sequence.index) + work.first;
     const GradientSums& to = which == Sums::dk ? params.dk : params.dv;
+    if (params.stores) {
+      const GradientStores& stores = params.stores;
+      const TokenRows& rows = which == Sums::dk ? stores.dk : stores.dv;
+      const auto place_of = [&](int h) -> Element* {
+        const int key = key_ + 8 * h;
+        if (key >= work.count) return nullptr;
+        const std::int64_t place = stores.place(work.sequence.index, work.first + key, first + key);
+        return place < 0 ? nullptr : rows.template at<Element>(place, work.kv_head);
+      };
+      if (which == Sums::dk)
+        store_rounded<Element, T::kDim>(dk, params.score.scale, to.dim, place_of);
+      else
+        store_rounded<Element, T::kDim>(dv, 1.0f, to.dim, place_of);
+      return;
+    }
     const auto row_of = [&](int h) -> float* {
       const int key = key_ + 8 * h;
       return key < work.count ? to.at(work.kv_head, first + key) : nullptr;

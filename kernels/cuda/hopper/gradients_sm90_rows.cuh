@@ -286,6 +286,13 @@ class RowGradientConsumer {
 
   __device__ __forceinline__ void store(const WorkTile& tile) const {
     const GradientSources& to = call_.gradients;
+    if (to.to.data != nullptr)
+      return store_rounded<Element, T::kDim>(
+          dq, call_.params.score.scale, to.dq.dim, [&](int h) -> Element* {
+            const int row = row_ + 8 * h;
+            if (row >= tile.rows) return nullptr;
+            return to.to.template at<Element>(std::int64_t{tile.first_row} + row, tile.head);
+          });
     const int group = call_.params.heads / call_.params.kv_heads;
     const int of_group = tile.head - tile.kv_head * group;
     store_sums<T::kDim>(dq, call_.params.score.scale, GradientSums::padded(to.dq.dim), to.resume,

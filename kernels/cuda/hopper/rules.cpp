@@ -110,6 +110,16 @@ bool takes_gradients(const GradientParams& params) {
          aligned(params.q) && aligned(params.dout) && aligned(params.k) && aligned(params.v);
 }
 
+bool stores_gradients(const GradientParams& params) {
+  const auto aligned = [](const TokenRows& rows) {
+    return rows.data != nullptr && cuda::is_aligned<4>(rows, DType::bf16);
+  };
+  const GradientStores& to = params.stores;
+  const bool all = params.dq.data != nullptr && params.dk.data != nullptr;
+  return takes_gradients(params) && all && !params.resume_rows && !params.resume_keys &&
+         aligned(to.dq) && aligned(to.dk) && aligned(to.dv);
+}
+
 bool takes_arrivals(const AttendParams& params, bool (*takes)(const AttendParams&)) {
   AttendParams own = params;  // the requirements on the others' keys apply to the own ones too
   own.k = params.arrivals->k;

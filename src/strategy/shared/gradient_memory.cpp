@@ -127,6 +127,35 @@ void GradientMemory::give_key_sums(kernels::GradientParams& p, const KeySums& su
   p.key_sum_start = p.batch.size > 1 ? start : nullptr;
 }
 
+bool GradientMemory::store_by_kernels(kernels::GradientParams& p, const Pass& pass,
+                                      const GradientArgs& args) const {
+  const bool last = layer_.comm.size() == 1 && pass.to == nullptr && !args.accumulate &&
+                    !pass.run.attend.rope && pass.merge.headers.digests == nullptr;
+  const auto fits = [&](const Tensor& to) {
+    return to.data != nullptr && to.dtype == layer_.bounds.dtype;
+  };
+  const auto has_room = [&](const Tensor& to) {  // for all keys that there may be
+    return to.dims == 4 || p.dk.rows <= to.shape[0];
+  };
+  if (!last || !fits(args.dq) || !fits(args.dk) || !fits(args.dv) || !has_room(args.dk) ||
+      !has_room(args.dv))
+    return false;
+  const std::int64_t capacity = args.dk.dims == 4 ? args.dk.shape[1] : 0;
+  if (capacity != (args.dv.dims == 4 ? args.dv.shape[1] : 0)) return false;
+  p.stores = {token_rows_of(args.dq), key_rows(args.dk), key_rows(args.dv), capacity};
+  if (layer_.kernels.stores_gradients(p)) return true;
+  p.stores = {};
+  return false;
+}
+
+kernels::TokenRows GradientMemory::key_rows(const Tensor& to) {
+  const int rows = to.dims - 3;  // their dimension
+  kernels::TokenRows all{to.data, to.stride[rows], to.stride[rows + 1]};
+  if (rows > 0)
+    all.gap = {to.stride[0] - to.shape[1] * to.stride[1], static_cast<std::uint32_t>(to.shape[1])};
+  return all;
+}
+
 GradientMemory::KeySums GradientMemory::own_keys(const Run& run) const {
   return {own_keys_, keys_.rows_of(run, layer_.comm.rank())};
 }
@@ -155,10 +184,13 @@ float* GradientMemory::add_up_sinks(Stream stream) const {
       [&](int rank) { return sinks_ + rank * bytes; }, layer_.kernels, bytes, stream));
 }
 
-void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const {
+void GradientMemory::finish(const Pass& pass, const GradientArgs& args, std::int64_t rows,
+                            bool stored) const {
   if (pass.to == nullptr) {
-    store_rows(pass, args, rows);
-    store_keys(pass, args);
+    if (!stored) {
+      store_rows(pass, args, rows);
+      store_keys(pass, args);
+    }
     if (args.dsinks) store_sinks(pass, args);
     return;
   }
@@ -213,18 +245,13 @@ void GradientMemory::store_keys(const Pass& pass, const GradientArgs& args) cons
     if (!*to) continue;
     kernels::StoreGradientParams store = storing(pass, args);
     const bool apart = to->dims == 4;  // [batch, capacity, kv_heads, dim]
-    const int rows = apart ? 1 : 0;    // their dimension
     store.sums = sums;
     store.count = apart ? sums.rows : std::min(sums.rows, to->shape[0]);
     store.dtype = to->dtype;
-    store.to = {to->data, to->stride[rows], to->stride[rows + 1]};
+    store.to = key_rows(*to);
     store.of_keys = true;
     store.keys = keys;
-    if (apart) {
-      store.capacity = to->shape[1];
-      store.to.gap = {to->stride[0] - store.capacity * to->stride[1],
-                      static_cast<std::uint32_t>(store.capacity)};
-    }
+    if (apart) store.capacity = to->shape[1];
     layer_.kernels.store_gradients(store, run.stream);
   }
 }

@@ -42,6 +42,10 @@ class GradientMemory {
   /// Points them at the sums of keys; `start` [batch] is where sequences begin there.
   void give_key_sums(kernels::GradientParams& p, const KeySums& sums,
                      const std::int64_t* start) const;
+  /// Lets kernels store the gradients of a block that has all rows and keys, where they can and
+  /// nothing else is to be done with the sums. Returns whether they will.
+  bool store_by_kernels(kernels::GradientParams& p, const Pass& pass,
+                        const GradientArgs& args) const;
   KeySums own_keys(const Run& run) const;
   const std::int64_t* own_key_starts() const { return key_starts_; }
   kernels::RowTerm* terms(const Pass& pass) const {
@@ -57,11 +61,15 @@ class GradientMemory {
   void add(void* to, const void* from, std::int64_t bytes, Stream stream) const;
 
   /// Ends a backward with the sums of own rows, which have room for `rows`, and of own keys: rounds
-  /// and stores them, and the gradients of sinks; or hands them to the strategy that the backward
-  /// is a part of.
-  void finish(const Pass& pass, const GradientArgs& args, std::int64_t rows) const;
+  /// and stores them, unless kernels have `stored` them, and the gradients of sinks; or hands them
+  /// to the strategy that the backward is a part of.
+  void finish(const Pass& pass, const GradientArgs& args, std::int64_t rows,
+              bool stored = false) const;
 
  private:
+  /// The tensor of dk or dv. Its dimensions are [keys, kv_heads, dim], or with 4 of them [batch,
+  /// capacity, kv_heads, dim].
+  static kernels::TokenRows key_rows(const Tensor& to);
   kernels::StoreGradientParams storing(const Pass& pass, const GradientArgs& args) const;
   void store_rows(const Pass& pass, const GradientArgs& args, std::int64_t rows) const;
   void store_keys(const Pass& pass, const GradientArgs& args) const;

@@ -40,6 +40,7 @@ class KeyGradients::Backward final : public Visitor {
     const bool apart = g_.ring_.keeps() && !is_own;
     if (apart) p.dq = g_.memory_.row_sums(g_.ring_.with_guests().of(owner), p.tokens);
     p.resume_rows = !is_own && !apart;
+    if (is_own) stored_ = g_.memory_.store_by_kernels(p, pass_, args_);
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
   }
 
@@ -52,7 +53,7 @@ class KeyGradients::Backward final : public Visitor {
 
   void finish() override {
     if (g_.ring_.keeps()) fold();
-    g_.memory_.finish(pass_, args_, pass_.attend.tokens);
+    g_.memory_.finish(pass_, args_, pass_.attend.tokens, stored_);
   }
 
   /// Folds the gradients that were kept apart: of own keys over the rows of all ranks, and of own
@@ -77,6 +78,7 @@ class KeyGradients::Backward final : public Visitor {
   Pass& pass_;
   const GradientArgs& args_;
   const KeyBlock& own_;
+  bool stored_ = false;  // by the kernels
 };
 
 KeyGradients::KeyGradients(const LayerContext& layer, const TravellingKeys& keys)

@@ -35,13 +35,14 @@ void ReplicatedGradients::backward(const Pass& pass, const GradientArgs& args) c
   memory_.begin(pass, args);
   kernels::GradientParams p = memory_.params(pass, args);
   memory_.give_key_sums(p, memory_.own_keys(run), memory_.own_key_starts());
+  const bool stored = memory_.store_by_kernels(p, pass, args);
   layer_.kernels.attend_gradients(p, run.stream);
   if (layer_.comm.size() > 1)
     add_up_ranks(reinterpret_cast<std::byte*>(p.dq.data), arriving_,
                  memory_.row_sum_bytes(p.tokens), RankFold(layer_.comm.size(), layer_.options.keys),
                  layer_.kernels, layer_.comm, run.stream,
                  {"backward, exchange of dq", "backward, gather of dq"}, pass.digests);
-  memory_.finish(pass, args, p.tokens);
+  memory_.finish(pass, args, p.tokens, stored);
 }
 
 }  // namespace longspan

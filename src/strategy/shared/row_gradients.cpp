@@ -54,6 +54,7 @@ class RowGradients::Backward final : public Visitor {
                                  {g_.ring_.with_guests().of(owner), g_.memory_.own_keys(run).rows},
                                  g_.memory_.own_key_starts());
     }
+    if (step.guest == Step::kOwn) stored_ = g_.memory_.store_by_kernels(p, pass_, args_);
     g_.layer_.kernels.attend_gradients(p, run.stream, between);
   }
 
@@ -66,7 +67,7 @@ class RowGradients::Backward final : public Visitor {
 
   void finish() override {
     if (g_.ring_.keeps()) fold();
-    g_.memory_.finish(pass_, args_, g_.sum_rows(pass_.run));
+    g_.memory_.finish(pass_, args_, g_.sum_rows(pass_.run), stored_);
   }
 
   /// Folds the gradients that were kept apart: of own rows over the keys of all ranks, and of own
@@ -91,6 +92,7 @@ class RowGradients::Backward final : public Visitor {
   const Pass& pass_;
   const GradientArgs& args_;
   const Rows& own_;
+  bool stored_ = false;  // by the kernels
 };
 
 RowGradients::RowGradients(const LayerContext& layer, const DealtRows& rows,

@@ -19,8 +19,11 @@ inline constexpr int kWidestGradients = 128, kLeastGradients = 40;
 /// softcap, bias or dropout, and no fixed order.
 bool takes_gradients(const GradientParams& params);
 
+/// The widest head whose kernels can round.
+inline constexpr int kWidestStored = 128;
+
 /// Whether they also round and store its gradients: of a call that makes all three from zero, into
-/// rows of bf16 at multiples of 8 bytes.
+/// rows of its type at multiples of 8 bytes, for heads of up to kWidestStored.
 bool stores_gradients(const GradientParams& params);
 
 /// Bytes of scratch that attend_gradients needs.

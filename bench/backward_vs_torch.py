@@ -4,10 +4,11 @@
     python3 bench/backward_vs_torch.py --machine h200 [--ranks 2]
 
 Both sides are measured in turns, round after round. A figure is the median of the rounds' medians. The
-backward counts 10 heads tokens^2 dim operations, half of them when causal. Our time is that of the whole backward, with the terms of rows before
-it and the rounding of the gradients after it, and each run waits for the GPU; PyTorch's calls are queued
-ahead. With --ranks 2 `longspan bench scale --phases train` measures forward and backward on two GPUs beside
-one: the efficiency, of every strategy. Records go to backward-<machine>.jsonl.
+backward counts 2 heads tokens^2 (3 dim + 2 value_dim) operations, half of them when causal. Our time is that of
+the whole backward, with the terms of rows before it and the rounding of the gradients after it, and each run
+waits for the GPU; PyTorch's calls are queued ahead. With --ranks 2 `longspan bench scale --phases train`
+measures forward and backward on two GPUs beside one: the efficiency, of every strategy. Records go to
+backward-<machine>.jsonl.
 """
 
 import argparse
@@ -17,24 +18,25 @@ import statistics
 import longspan_command
 import records
 
-# (tokens, heads, kv_heads, dim), and the target of our speed beside cuDNN's.
-CASES = [(16384, 32, 32, 64), (4096, 64, 64, 128), (16384, 16, 16, 128), (8192, 32, 8, 128)]
-TARGET = 1.05
+# (tokens, heads, kv_heads, dim, value_dim), and the target of our speed beside cuDNN's, causal and full.
+CASES = {(16384, 32, 32, 64, 64): (1.05, 1.05), (4096, 64, 64, 128, 128): (1.05, 1.05),
+         (16384, 16, 16, 128, 128): (1.05, 1.05), (8192, 32, 8, 128, 128): (1.05, 1.05),
+         (8192, 16, 16, 192, 128): (1.05, 1.5), (8192, 8, 8, 256, 256): (1.25, 1.25)}
 SCALED = [(8192, 16, 16), (32768, 16, 16), (32768, 32, 8), (131072, 16, 16)]
 EFFICIENCY = {8192: 0.80, 32768: 0.95, 131072: 0.98}
 
 
 def operations(case, causal):
-    tokens, heads, _, dim = case
-    return 10 * heads * tokens * tokens * dim * (0.5 if causal else 1)
+    tokens, heads, _, dim, value_dim = case
+    return 2 * heads * tokens * tokens * (3 * dim + 2 * value_dim) * (0.5 if causal else 1)
 
 
 def ours_ms(args, case, causal):
-    tokens, heads, kv_heads, dim = case
+    tokens, heads, kv_heads, dim, value_dim = case
     run = longspan_command.run(args.command, [
         "--backend", args.backend, "--backward", "--check", "off", "--dtype", "bf16", "--heads", heads,
-        "--kv-heads", kv_heads, "--dim", dim, "--kv", tokens, "--tokens", tokens, "--warmup", 5,
-        "--iterations", args.iterations, *(["--causal"] if causal else [])])
+        "--kv-heads", kv_heads, "--dim", dim, "--value-dim", value_dim, "--kv", tokens, "--tokens", tokens,
+        "--warmup", 5, "--iterations", args.iterations, *(["--causal"] if causal else [])])
     return statistics.median(run["backward"]["times_ms"])
 
 
@@ -45,12 +47,13 @@ def peer_ms(args, case, causal):
 
     import torch_gpu
 
-    tokens, heads, kv_heads, dim = case
+    tokens, heads, kv_heads, dim, value_dim = case
 
-    def drawn(count, grad=True):
-        return torch.randn(1, count, tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+    def drawn(count, width, grad=True):
+        return torch.randn(1, count, tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
 
-    q, k, v, dout = drawn(heads), drawn(kv_heads), drawn(kv_heads), drawn(heads, False)
+    q, k = drawn(heads, dim), drawn(kv_heads, dim)
+    v, dout = drawn(kv_heads, value_dim), drawn(heads, value_dim, False)
     backward = functools.partial(torch.autograd.grad, inputs=(q, k, v), grad_outputs=dout, retain_graph=True)
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != kv_heads)
@@ -58,9 +61,10 @@ def peer_ms(args, case, causal):
 
 
 def shape_of(case, causal, ranks=1):
-    tokens, heads, kv_heads, dim = case
-    return {"heads": heads, "kv_heads": kv_heads, "dim": dim, "dtype": "bf16", "tokens": tokens, "causal": causal,
-            "ranks": ranks}
+    tokens, heads, kv_heads, dim, value_dim = case
+    values = {} if value_dim == dim else {"value_dim": value_dim}
+    return {"heads": heads, "kv_heads": kv_heads, "dim": dim, **values, "dtype": "bf16", "tokens": tokens,
+            "causal": causal, "ranks": ranks}
 
 
 def beside_peer(args):
@@ -75,7 +79,8 @@ def beside_peer(args):
         work = operations(case, causal) / 1e9
         mine, theirs = (work / statistics.median(times) for times in zip(*pairs))
         made.append(records.record("backward", shape_of(case, causal), "TFLOP/s", round(mine, 1), peer="cuDNN",
-                                   peer_value=round(theirs, 1), ratio=round(mine / theirs, 3), target=TARGET))
+                                   peer_value=round(theirs, 1), ratio=round(mine / theirs, 3),
+                                   target=CASES[case][0 if causal else 1]))
         print(f"{case} causal {causal}: {mine:6.1f} TFLOP/s, cuDNN {theirs:6.1f}, ratio {mine / theirs:.3f}",
               flush=True)
     return made
@@ -89,7 +94,7 @@ def over_ranks(args):
                            "--dim", 128, "--dtype", "bf16", "--backend", args.backend, "--iterations", 7],
             args.ranks, args.launcher, ("bench", "scale"))
         for row in scale["rows"]:
-            case = shape_of((tokens, heads, kv_heads, 128), True, row["ranks"]) | {"strategy": row["strategy"]}
+            case = shape_of((tokens, heads, kv_heads, 128, 128), True, row["ranks"]) | {"strategy": row["strategy"]}
             ms = row["forward_ms"]["median"] + row["backward_ms"]["median"]
             made.append(records.record("backward", case, "ms of forward and backward", round(ms, 3)))
             print(f"{case}: {ms:.3f} ms, chosen {row['chosen']}", flush=True)
@@ -99,7 +104,7 @@ def over_ranks(args):
         for row in taken:
             ms = row["forward_ms"]["median"] + row["backward_ms"]["median"]
             made.append(records.record(
-                "backward", shape_of((tokens, heads, kv_heads, 128), True, args.ranks), "efficiency of auto",
+                "backward", shape_of((tokens, heads, kv_heads, 128, 128), True, args.ranks), "efficiency of auto",
                 round(one / ms / args.ranks, 3), target=EFFICIENCY[tokens]))
             print(f"  auto took {row['strategy']}: efficiency {one / ms / args.ranks:.3f}", flush=True)
     return made

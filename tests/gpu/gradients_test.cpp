@@ -2,6 +2,10 @@
 // layouts, biases; and its bits.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
 #include "tests/gpu/gpu_case.hpp"
 #include "tests/gpu/on_gpu.hpp"
 #include "tests/support/device_gradients.hpp"
@@ -17,6 +21,35 @@ class GpuGradients : public OnDevice {
     const DeviceGradients problem(c, seed);
     EXPECT_TRUE(
         is_close(c, problem.run(backend()), problem.plain<double>(), problem.plain<float>()));
+  }
+
+  /// A NaN is in row 50's dout, and in key 90, of a case with one head, 100 rows and 150 keys.
+  void expect_nan_where_seen(const GradientCase& c) {
+    SCOPED_TRACE(std::string(name(c.dtype)) + " " + std::to_string(c.dim));
+    DeviceGradients of_row(c, fresh_seed());
+    of_row.poison_row(50);
+    const Gradients rows = of_row.run(backend());
+    const auto count = [](const std::vector<double>& all, std::int64_t row, int columns) {
+      const auto first = all.begin() + row * columns;
+      return std::count_if(first, first + columns, [](double x) { return std::isnan(x); });
+    };
+    for (std::int64_t j = 0; j < 150; ++j) {
+      ASSERT_EQ(count(rows.dk, j, c.dim), of_row.sees(50, j) ? c.dim : 0) << j;
+      ASSERT_EQ(count(rows.dv, j, c.values()), of_row.sees(50, j) ? c.values() : 0) << j;
+    }
+    for (std::int64_t t = 0; t < 100; ++t)
+      ASSERT_EQ(count(rows.dq, t, c.dim), t == 50 ? c.dim : 0) << t;
+    DeviceGradients of_key(c, fresh_seed());
+    of_key.poison_key(90);
+    const Gradients keys = of_key.run(backend());
+    for (std::int64_t t = 0; t < 100; ++t)
+      ASSERT_EQ(count(keys.dq, t, c.dim), of_key.sees(t, 90) ? c.dim : 0) << t;
+    for (std::int64_t j = 0; j < 150; ++j) {
+      bool with_key = false;  // whether a row sees both
+      for (std::int64_t t = 0; t < 100; ++t)
+        with_key = with_key || (of_key.sees(t, 90) && of_key.sees(t, j));
+      ASSERT_EQ(count(keys.dk, j, c.dim), with_key ? c.dim : 0) << j;
+    }
   }
 };
 
@@ -109,35 +142,23 @@ TEST_F(GpuGradients, NaNStaysWhereItIsSeen) {
   for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16})
     for (const bool tf32 : {false, true}) {
       if (tf32 && dtype != DType::fp32) continue;
-      for (const float softcap : {0.0f, 2.0f}) {
-        const GradientCase c{.dtype = dtype,
-                             .heads = 1,
-                             .query_len = {100},
-                             .kv_len = {150},
-                             .mask = {.causal = true, .window = 30},
-                             .softcap = softcap,
-                             .tf32 = tf32};
-        DeviceGradients of_row(c, fresh_seed());
-        of_row.poison_row(50);
-        const Gradients rows = of_row.run(backend());
-        for (std::int64_t j = 0; j < 150; ++j) {
-          ASSERT_EQ(std::isnan(rows.dk[j * c.dim]), of_row.sees(50, j)) << name(dtype) << j;
-          ASSERT_EQ(std::isnan(rows.dv[j * c.dim]), of_row.sees(50, j)) << name(dtype) << j;
-        }
-        for (std::int64_t t = 0; t < 100; ++t) ASSERT_EQ(std::isnan(rows.dq[t * c.dim]), t == 50);
-        DeviceGradients of_key(c, fresh_seed());
-        of_key.poison_key(90);
-        const Gradients keys = of_key.run(backend());
-        for (std::int64_t t = 0; t < 100; ++t)
-          ASSERT_EQ(std::isnan(keys.dq[t * c.dim]), of_key.sees(t, 90)) << name(dtype) << t;
-        for (std::int64_t j = 0; j < 150; ++j) {
-          bool with_key = false;  // whether a row sees both
-          for (std::int64_t t = 0; t < 100; ++t)
-            with_key = with_key || (of_key.sees(t, 90) && of_key.sees(t, j));
-          ASSERT_EQ(std::isnan(keys.dk[j * c.dim]), with_key) << name(dtype) << j;
-        }
-      }
+      for (const float softcap : {0.0f, 2.0f})
+        expect_nan_where_seen({.dtype = dtype,
+                               .heads = 1,
+                               .query_len = {100},
+                               .kv_len = {150},
+                               .mask = {.causal = true, .window = 30},
+                               .softcap = softcap,
+                               .tf32 = tf32});
     }
+  for (const int value_dim : {128, 256})
+    expect_nan_where_seen({.dtype = DType::bf16,
+                           .heads = 1,
+                           .dim = value_dim == 128 ? 192 : 256,
+                           .value_dim = value_dim,
+                           .query_len = {100},
+                           .kv_len = {150},
+                           .mask = {.causal = true, .window = 30}});
 }
 
 TEST_F(GpuGradients, OfQqBias) {
@@ -215,18 +236,36 @@ TEST_F(GpuGradients, Of16Bits) {
     for (const GradientCase& c : features({.dtype = dtype})) expect_exact(c);
 }
 
-/// Several tiles of rows and of keys, in both widths of Hopper's kernels.
+/// Heads above 128 have kernels of their own on Hopper, for what they serve.
+TEST_F(GpuGradients, OfWideHeads) {
+  for (const auto& [dim, value_dim] : {std::pair{192, 128}, {256, 256}})
+    for (GradientCase c :
+         features({.dtype = DType::bf16, .heads = 1, .dim = dim, .value_dim = value_dim})) {
+      if (c.softcap > 0 || c.alibi || c.keys.layout == Layout::listed ||
+          (c.dropout > 0 && c.key_ranks == 1))
+        continue;
+      c.dropout = 0;
+      expect_exact(c);
+    }
+  for (const auto& [dim, value_dim] :
+       {std::pair{136, 128}, {160, 40}, {192, 192}, {96, 200}, {248, 8}, {8, 256}})
+    expect_exact(
+        {.dtype = DType::bf16, .heads = 1, .dim = dim, .value_dim = value_dim, .query_len = {90}});
+}
+
+/// Several tiles of rows and of keys, in all widths of Hopper's kernels.
 TEST_F(GpuGradients, OfManyTiles) {
-  for (const int dim : {64, 128}) {
+  for (const int dim : {64, 128, 192, 256}) {
     const GradientCase c{.dtype = DType::bf16,
-                         .heads = 4,
-                         .kv_heads = 2,
+                         .heads = dim > 128 ? 2 : 4,
+                         .kv_heads = dim > 128 ? 1 : 2,
                          .dim = dim,
+                         .value_dim = dim == 192 ? 128 : dim,
                          .query_len = {230},
                          .kv_len = {300},
                          .mask = {.causal = true}};
     expect_exact(c);
-    if (dim == 64) continue;
+    if (dim == 64 || dim == 256) continue;
     GradientCase other = c;
     other.value_dim = 96;
     other.mask = {.window = 100, .right = 30};
@@ -247,7 +286,8 @@ TEST_F(GpuGradients, OfManyTiles) {
 /// Gradients that the kernels store are their sums, rounded once, and nothing else is written.
 TEST_F(GpuGradients, StoredByTheKernels) {
   LONGSPAN_NEEDS_HOPPER();
-  for (const auto& [dim, value_dim] : {std::pair{64, 64}, {40, 48}, {128, 104}}) {
+  for (const auto& [dim, value_dim] :
+       {std::pair{64, 64}, {40, 48}, {128, 104}, {136, 128}, {248, 256}}) {
     GradientCase c{.dtype = DType::bf16,
                    .heads = 4,
                    .kv_heads = 2,

@@ -136,7 +136,8 @@ struct Product;
 #define LONGSPAN_R8_13 "%104,%105,%106,%107,%108,%109,%110,%111"
 #define LONGSPAN_R8_14 "%112,%113,%114,%115,%116,%117,%118,%119"
 #define LONGSPAN_R8_15 "%120,%121,%122,%123,%124,%125,%126,%127"
-#define LONGSPAN_R32 LONGSPAN_R8_0 "," LONGSPAN_R8_1 "," LONGSPAN_R8_2 "," LONGSPAN_R8_3
+#define LONGSPAN_R24 LONGSPAN_R8_0 "," LONGSPAN_R8_1 "," LONGSPAN_R8_2
+#define LONGSPAN_R32 LONGSPAN_R24 "," LONGSPAN_R8_3
 #define LONGSPAN_R36 LONGSPAN_R32 ",%32,%33,%34,%35"
 #define LONGSPAN_R40 LONGSPAN_R32 "," LONGSPAN_R8_4
 #define LONGSPAN_R44 LONGSPAN_R40 ",%40,%41,%42,%43"
@@ -155,7 +156,8 @@ struct Product;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define LONGSPAN_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define LONGSPAN_D32 LONGSPAN_D8(0), LONGSPAN_D8(8), LONGSPAN_D8(16), LONGSPAN_D8(24)
+#define LONGSPAN_D24 LONGSPAN_D8(0), LONGSPAN_D8(8), LONGSPAN_D8(16)
+#define LONGSPAN_D32 LONGSPAN_D24, LONGSPAN_D8(24)
 #define LONGSPAN_D36 LONGSPAN_D32, LONGSPAN_D4(32)
 #define LONGSPAN_D40 LONGSPAN_D32, LONGSPAN_D8(32)
 #define LONGSPAN_D44 LONGSPAN_D40, LONGSPAN_D4(40)
@@ -237,6 +239,7 @@ constexpr bool is_e4m3() {
     }                                                                                              \
   };
 
+LONGSPAN_PRODUCT(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")
 LONGSPAN_PRODUCT(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 LONGSPAN_PRODUCT(72, 36, "%36", "%37", "%38", "%39", "%40", "%41", "%42")
 LONGSPAN_PRODUCT(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")

@@ -237,17 +237,19 @@ struct RowFactors {
   float d;
 };
 
-/// The additional memory of dq: what is beside the queries.
+/// The additional memory of dq: what is beside the queries, and whether some row of the work tile
+/// is marked (gradients_sm90.cuh).
 template <class T>
 struct GradientRows {
-  alignas(1024) typename T::Element dout[T::kConsumers][T::kPanels][64][T::kPanelElements];
-  RowFactors factors[T::kRows];            // of the work tile's rows
-  bool marked;                             // one of them is (gradients_sm90.cuh)
-  std::uint64_t nan[128 * T::kConsumers];  // sums of each consumer thread (NanBits)
+  alignas(1024) typename T::Element dout[T::kConsumers][T::kValuePanels][64][T::kPanelElements];
+};
+struct GradientMarks {
+  bool marked;
 };
 
 struct NoWaitingStates {};
 struct NoGradientRows {};
+struct NoGradientMarks {};
 struct NoLanded {};
 struct NoAlibi {};
 struct NoStoredValues {};
@@ -257,14 +259,16 @@ struct Shared {
   using Element = typename T::Element;
   alignas(1024) Element q[T::kConsumers][T::kPanels][64][T::kPanelElements];
   alignas(1024) Element k[T::kStages][T::kPanels][T::kKeys][T::kPanelElements];
-  alignas(1024) Element v[T::kStages][T::kValuePanels][T::kValueRows][T::kPanelElements];
+  alignas(1024) Element v[T::kValueStages][T::kValuePanels][T::kValueRows][T::kPanelElements];
+  [[no_unique_address]] std::conditional_t<T::kGradients, GradientRows<T>, NoGradientRows>
+      gradients;
   KeyPositions key_positions;
   WorkTile work[2];
   RowKeys rows[2][T::kRows];  // what each row of the work tile sees
   Barrier work_full[2], work_empty[2], work_wanted;
   Barrier q_full[T::kConsumers], q_empty[T::kConsumers];
   Barrier k_full[T::kStages], k_empty[T::kStages];
-  Barrier v_full[T::kStages], v_empty[T::kStages];
+  Barrier v_full[T::kValueStages], v_empty[T::kValueStages];
   [[no_unique_address]] std::conditional_t<T::kScores == ScoreKind::any,
                                            AlibiShared<T::kConsumers, T::kKeys>, NoAlibi>
       alibi;
@@ -272,8 +276,7 @@ struct Shared {
   [[no_unique_address]] std::conditional_t<T::kPages, Landed<T::kStages>, NoLanded> landed;
   [[no_unique_address]] std::conditional_t<T::kFixedOrder, WaitingStates<T>, NoWaitingStates>
       waiting;
-  [[no_unique_address]] std::conditional_t<T::kGradients, GradientRows<T>, NoGradientRows>
-      gradients;
+  [[no_unique_address]] std::conditional_t<T::kGradients, GradientMarks, NoGradientMarks> marks;
 };
 
 inline constexpr int kPageWarps = 2;  // that copy keys and values from pages
@@ -296,12 +299,14 @@ __device__ __forceinline__ void init_barriers(const KernelParams& call, Shared<T
   for (int i = 0; i < T::kStages; ++i) {
     shared.k_full[i].init(1);
     shared.k_empty[i].init(kConsumerWarps);
-    shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
-    shared.v_empty[i].init(kConsumerWarps);
     if constexpr (T::kPages) {
       shared.landed.k[i].init(kPageWarps);
       shared.landed.v[i].init(kPageWarps);
     }
+  }
+  for (int i = 0; i < T::kValueStages; ++i) {
+    shared.v_full[i].init(T::kEightBits ? T::kTransposers / 32 : 1);
+    shared.v_empty[i].init(kConsumerWarps);
   }
   if constexpr (T::kEightBits) {
     shared.stored.full.init(1);

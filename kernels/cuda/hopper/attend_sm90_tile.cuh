@@ -60,7 +60,8 @@ struct TileTraits {
   static constexpr bool kGradients = false;                 // gradients_sm90_rows.cuh
 
   static constexpr int kRows = 64 * kConsumers;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = 2;  // of keys
+  static constexpr int kValueStages = kStages;
   // A panel is as wide as the swizzle, 128 bytes.
   static constexpr int kPanelElements = 128 / static_cast<int>(sizeof(Element));
   static constexpr int panels_of(int dim) { return (dim + kPanelElements - 1) / kPanelElements; }

@@ -1,15 +1,15 @@
-// The host side of backward on Hopper: tensor maps, and the two launches.
+// Backward on Hopper: its calls. The instances of heads up to 128 are here, those of wider ones in
+// gradients_sm90_wide.cu.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/cuda/gradients/sums.hpp"
-#include "kernels/cuda/hopper/attend_sm90_launch.cuh"
 #include "kernels/cuda/hopper/gradients_sm90.hpp"
-#include "kernels/cuda/hopper/gradients_sm90_keys.cuh"
-#include "kernels/cuda/hopper/gradients_sm90_rows.cuh"
+#include "kernels/cuda/hopper/gradients_sm90_launch.cuh"
+#include "kernels/cuda/hopper/gradients_sm90_wide.hpp"
 #include "longspan/error.hpp"
-#include "src/base/check.hpp"
 
 namespace longspan::kernels::sm90 {
 namespace {
@@ -33,58 +33,6 @@ void with_instance(const GradientParams& p, const Run& run) {
   run.template operator()<Wide>();
 }
 
-/// The map of rows beside the queries, in boxes of [box_rows rows, 128 bytes].
-CUtensorMap row_map_of(const GradientParams& p, const TokenRows& rows, int dim, int box_rows) {
-  const std::uint32_t apart = p.q.gap.rows;
-  return tensor_map_of(rows, DType::bf16, dim, apart > 0 ? apart : p.tokens,
-                       apart > 0 ? p.batch.size * p.heads : p.heads, box_rows);
-}
-CUtensorMap key_map(const GradientParams& p, const KvRows& rows, int dim, int box_keys) {
-  constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;  // no copy reaches past the keys
-  return tensor_map_of(rows, DType::bf16, dim, kAnyKeys, p.kv_heads, box_keys);
-}
-
-template <class T>
-void launch_rows(const GradientParams& p, cudaStream_t stream) {
-  KernelParams call{};
-  call.q = row_map_of(p, p.q, p.head_dim, 64);
-  call.k = key_map(p, p.k, p.head_dim, T::kKeys);
-  call.v = key_map(p, p.v, p.value_dim, T::kKeys);
-  call.gradients = {row_map_of(p, p.dout, p.value_dim, 64), p.terms, p.dq, p.resume_rows,
-                    p.stores.dq};
-  launch_call<T>(row_gradients_kernel<T>, call, p, {}, 1, stream);
-}
-
-/// The number of kv heads that are walked together: their query rows fit half of L2, or they have a
-/// few waves of work (section_of says why).
-int section_of_keys(const GradientParams& p, int tiles) {
-  constexpr int kWaves = 3;
-  const std::int64_t group = p.heads / p.kv_heads;
-  const std::int64_t bytes = 2 * group * p.tokens * (p.head_dim + p.value_dim);
-  const std::int64_t resident = std::max<std::int64_t>(1, limits_of_gpu().l2_bytes / 2 / bytes);
-  const std::int64_t busy = divided_up(kWaves * limits_of_gpu().multiprocessors, tiles);
-  const std::int64_t most = std::min<std::int64_t>(std::max(busy, resident), p.kv_heads);
-  const std::int64_t sections = divided_up(std::int64_t{p.kv_heads}, most);
-  return static_cast<int>(divided_up(std::int64_t{p.kv_heads}, sections));
-}
-
-template <class T>
-void launch_keys(const GradientParams& p, cudaStream_t stream) {
-  KeyGradientParams call{};
-  call.q = row_map_of(p, p.q, p.head_dim, T::kRows);
-  call.dout = row_map_of(p, p.dout, p.value_dim, T::kRows);
-  call.k = key_map(p, p.k, p.head_dim, 64);
-  call.v = key_map(p, p.v, p.value_dim, 64);
-  call.params = p;
-  call.tiles = static_cast<int>(p.dk.rows / T::kKeys) + p.batch.size;
-  call.section = section_of_keys(p, call.tiles);
-  allow_shared_memory<T>(key_gradients_kernel<T>, sizeof(KeyGradientShared<T>));
-  cuda::launch_kernel(key_gradients_kernel<T>,
-                      {static_cast<unsigned>(call.tiles * p.kv_heads), T::kThreads, stream,
-                       sizeof(KeyGradientShared<T>)},
-                      call);
-}
-
 }  // namespace
 
 void load_gradients() {
@@ -92,14 +40,18 @@ void load_gradients() {
   cuda::load_code(key_gradients_kernel<Narrow::Keys>);
   cuda::load_code(row_gradients_kernel<Wide::Rows>);
   cuda::load_code(key_gradients_kernel<Wide::Keys>);
+  load_wide_gradients();
 }
 
 void attend_gradients(const GradientParams& p, CUstream_st* stream) {
   if (p.scratch_bytes < kGradientScratch)
     throw InputError("attend_gradients needs " + std::to_string(kGradientScratch) +
                      " bytes of scratch and was given " + std::to_string(p.scratch_bytes));
+  if (std::max(p.head_dim, p.value_dim) > Wide::Rows::kDim) return attend_wide_gradients(p, stream);
   with_instance(p, [&]<class Instance>() {
-    if (p.dk.data != nullptr && p.dk.rows > 0) launch_keys<typename Instance::Keys>(p, stream);
+    if (p.dk.data != nullptr && p.dk.rows > 0)
+      launch_keys<typename Instance::Keys>(key_gradients_kernel<typename Instance::Keys>, p,
+                                           stream);
     if (p.dq.data != nullptr) launch_rows<typename Instance::Rows>(p, stream);
   });
 }

@@ -97,14 +97,17 @@ __device__ inline unsigned infinite_of(std::uint32_t pair) {
          (is_finite(static_cast<float>(both[1])) ? 0u : 2u);
 }
 
-/// A thread's sums that are NaN: bit i for element i. Bits are in shared memory, so that the loop
-/// over tiles needs no registers for them, and no sums are changed while products are in flight.
+/// A thread's sums that are NaN: bit i for element i. Bits are in memory, so that the loop over
+/// tiles needs no registers for them, and no sums are changed while products are in flight.
 using NanBits = std::uint64_t;
+/// The words of them for sums of a width. Each is of 128 columns.
+constexpr int nan_words(int dim) { return (dim + 127) / 128; }
 
-/// Returns which of a thread's sums see an element that is not finite. sees(h, i): whether the
-/// thread's row h of the sums sees row i of the tile.
+/// Returns which of a thread's sums see an element that is not finite, in kDim columns from `first`
+/// on. sees(h, i): whether the thread's row h of the sums sees row i of the tile.
 template <int kDim, class Element, int kPanels, int kRows, class Sees>
-__device__ NanBits nan_of(TilePanels<Element, kPanels, kRows>& tile, int count, const Sees& sees) {
+__device__ NanBits nan_of(TilePanels<Element, kPanels, kRows>& tile, int count, const Sees& sees,
+                          int first = 0) {
   static_assert(kDim / 2 <= 64);
   const int t = static_cast<int>(threadIdx.x % 4);
   NanBits found = 0;
@@ -114,18 +117,31 @@ __device__ NanBits nan_of(TilePanels<Element, kPanels, kRows>& tile, int count, 
     if (seen == 0) continue;
 #pragma unroll 1
     for (int n = 0; n < kDim / 8; ++n) {
-      const unsigned infinite = infinite_of<Element>(pair_at(tile, i, 8 * n + 2 * t));
+      const unsigned infinite = infinite_of<Element>(pair_at(tile, i, first + 8 * n + 2 * t));
       found |= NanBits{(infinite | infinite << 2) & seen} << 4 * n;
     }
   }
   return found;
 }
 template <int kCount>
-__device__ void set_nan(float (&sums)[kCount], NanBits bits) {
+__device__ __forceinline__ void set_nan(float (&sums)[kCount], NanBits bits, int word = 0) {
   if (bits == 0) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    if ((bits >> i & 1) != 0) sums[i] = NAN;
+    if (i / 64 == word && (bits >> i % 64 & 1) != 0) sums[i] = NAN;
+}
+/// The same for sums of any width, whose bits are in words of 128 columns.
+template <int kDim, class Element, int kPanels, int kRows, class Sees>
+__device__ void add_nan(volatile NanBits (&bits)[nan_words(kDim)],
+                        TilePanels<Element, kPanels, kRows>& tile, int count, const Sees& sees) {
+  bits[0] = bits[0] | nan_of<(kDim < 128 ? kDim : 128)>(tile, count, sees);
+  if constexpr (kDim > 128) bits[1] = bits[1] | nan_of<kDim - 128>(tile, count, sees, 128);
+}
+template <int kCount>
+__device__ __forceinline__ void set_all_nan(float (&sums)[kCount],
+                                            const volatile NanBits (&bits)[nan_words(2 * kCount)]) {
+#pragma unroll
+  for (int i = 0; i < nan_words(2 * kCount); ++i) set_nan(sums, bits[i], i);
 }
 
 /// kThreads threads, numbered from 0, make elements that are not finite 0.

@@ -48,19 +48,23 @@ struct OwnedKeys {
   __device__ int tiles(int rows) const { return (max(end - begin, 0) + rows - 1) / rows; }
 };
 
+/// What is known of a tile of rows.
+template <int kRows>
+struct KeyRowTile {
+  float lse[kRows], d[kRows];  // RowFactors
+  float infinite_d[kRows];     // of a marked tile: D where it is not finite, else 0
+  RowKeys keys[kRows];         // what each row sees, counted from the first owned key
+  int count;
+  bool cut;     // some row does not see all owned keys; `keys` are not set otherwise
+  bool marked;  // one of them is (gradients_sm90.cuh)
+};
+
 template <class T>
 struct KeyGradientShared {
   using Element = typename T::Element;
   alignas(1024) TilePanels<Element, T::kPanels, 64> k[T::kConsumers], v[T::kConsumers];
   alignas(1024) TilePanels<Element, T::kPanels, T::kRows> q[T::kStages], dout[T::kStages];
-  struct RowTile {
-    float lse[T::kRows], d[T::kRows];  // RowFactors
-    float infinite_d[T::kRows];        // of a marked tile: D where it is not finite, else 0
-    RowKeys keys[T::kRows];            // what each row sees, counted from the first owned key
-    int count;
-    bool cut;     // some row does not see all owned keys; `keys` are not set otherwise
-    bool marked;  // one of them is (gradients_sm90.cuh)
-  } rows[T::kStages];
+  KeyRowTile<T::kRows> rows[T::kStages];
   OwnedKeys work;
   NanBits nan[2][128 * T::kConsumers];  // of dk and dv, of each consumer thread
   Barrier own_full, full[T::kStages], empty[T::kStages];
@@ -83,6 +87,46 @@ __device__ void find_owned(const KeyGradientParams& call, int index, OwnedKeys& 
   const std::int64_t left = work.sequence.local_len - work.first;
   work.count = own < 0 || left < 0 ? 0 : static_cast<int>(min(left, std::int64_t{T::kKeys}));
   if (work.count > 0) work.positions.find(p.shard, b, work.sequence.kv_len);
+}
+
+/// A warpgroup loads owned keys, or values, from the `first` one on. Those that nobody sees are 0.
+template <class Element, int kPanels>
+__device__ void load_owned_rows(TilePanels<Element, kPanels, 64>& tile, const OwnedKeys& work,
+                                const KvRows& from, int dim, int first) {
+  const int thread = static_cast<int>(threadIdx.x % 128);
+#pragma unroll 1
+  for (int i = thread; i < 64 * kPanels * 8; i += 128) {
+    const int row = i / (kPanels * 8), chunk = i % (kPanels * 8), key = first + row;
+    uint4 words{};
+    if (key >= work.seen.begin && key < work.seen.end && 8 * chunk < dim)
+      words = *reinterpret_cast<const uint4*>(
+          from.template at<Element>(work.sequence.first_key + work.first + key, work.kv_head) +
+          8 * chunk);
+    *reinterpret_cast<uint4*>(&tile[chunk / 8][row][(chunk % 8 ^ row % 8) * 8]) = words;
+  }
+}
+
+/// Stores a thread's part of the sums of 64 owned keys, of which it has `own` and own + 8, as sums
+/// or rounded.
+template <class Element, int kDim>
+__device__ __forceinline__ void store_owned(const float (&sums)[kDim / 2], float factor,
+                                            const GradientParams& params, const OwnedKeys& work,
+                                            int own, const GradientSums& to,
+                                            const TokenRows& rounded) {
+  const std::int64_t first = cuda::first_key_sum(params, work.sequence.index) + work.first;
+  if (params.stores)
+    return store_rounded<Element, kDim>(sums, factor, to.dim, [&](int h) -> Element* {
+      const int key = own + 8 * h;
+      if (key >= work.count) return nullptr;
+      const std::int64_t place =
+          params.stores.place(work.sequence.index, work.first + key, first + key);
+      return place < 0 ? nullptr : rounded.template at<Element>(place, work.kv_head);
+    });
+  store_sums<kDim>(sums, factor, GradientSums::padded(to.dim), params.resume_keys,
+                   [&](int h) -> float* {
+                     const int key = own + 8 * h;
+                     return key < work.count ? to.at(work.kv_head, first + key) : nullptr;
+                   });
 }
 
 /// Warps that find the rows which see some owned key, and keep the pipeline filled.
@@ -160,7 +204,7 @@ class KeyGradientProducer {
       }
   }
 
- private:
+ protected:
   /// The local keys that a row sees.
   __device__ __forceinline__ RowKeys seen_by(std::int64_t token) const {
     const cuda::Sequence& sequence = work_.sequence;
@@ -170,7 +214,8 @@ class KeyGradientProducer {
             work_.positions.before(static_cast<int>(seen.end))};
   }
 
-  __device__ __forceinline__ void load(int stage, int head, int token) {
+  /// A warp finds what is known of a tile of rows.
+  __device__ __forceinline__ void find_terms(int stage, int head, int token) {
     auto& rows = shared_.rows[stage];
     const int count = min(work_.end - token, T::kRows);
     const bool cut =
@@ -204,11 +249,21 @@ class KeyGradientProducer {
       rows.marked = marks;
     }
     __syncwarp();
+  }
+  /// Where a tile of rows is in the maps.
+  struct Place {
+    int row, head;
+  };
+  __device__ __forceinline__ Place place_of(int head, int token) const {
+    if (p_.q.gap.rows > 0) return {token, work_.sequence.index * p_.heads + head};
+    return {static_cast<int>(work_.sequence.first_row) + token, head};
+  }
+
+  __device__ __forceinline__ void load(int stage, int head, int token) {
+    find_terms(stage, head, token);
     if (lane_ > 0) return;
     constexpr int kBytes = 2 * T::kPanels * T::kRows * 128;
-    const bool apart = p_.q.gap.rows > 0;
-    const int row = apart ? token : first_row;
-    const int of_map = apart ? work_.sequence.index * p_.heads + head : head;
+    const auto [row, of_map] = place_of(head, token);
     Barrier& full = shared_.full[stage];
     full.arrive_expecting(kBytes);
 #pragma unroll
@@ -424,58 +479,21 @@ class KeyGradientConsumer {
       clear_rows(shared_.k[group_], end, 64 - end);
       clear_rows(shared_.v[group_], end, 64 - end);
     } else {
-      load_rows(shared_.k[group_], call_.params.k, call_.params.head_dim);
-      load_rows(shared_.v[group_], call_.params.v, call_.params.value_dim);
+      load_owned_rows(shared_.k[group_], work, call_.params.k, call_.params.head_dim, 64 * group_);
+      load_owned_rows(shared_.v[group_], work, call_.params.v, call_.params.value_dim, 64 * group_);
     }
     fence_shared_stores();
     named_sync(kGroupBarrier + group_, 128);
   }
-  __device__ void load_rows(TilePanels<Element, T::kPanels, 64>& tile, const KvRows& from,
-                            int dim) const {
-    const OwnedKeys& work = shared_.work;
-    const int thread = static_cast<int>(threadIdx.x % 128);
-#pragma unroll 1
-    for (int i = thread; i < 64 * T::kPanels * 8; i += 128) {
-      const int row = i / (T::kPanels * 8), chunk = i % (T::kPanels * 8);
-      const int key = 64 * group_ + row;
-      uint4 words{};
-      if (key >= work.seen.begin && key < work.seen.end && 8 * chunk < dim)
-        words = *reinterpret_cast<const uint4*>(
-            from.template at<Element>(work.sequence.first_key + work.first + key, work.kv_head) +
-            8 * chunk);
-      *reinterpret_cast<uint4*>(&tile[chunk / 8][row][(chunk % 8 ^ row % 8) * 8]) = words;
-    }
-  }
 
   __device__ __forceinline__ void store(Sums which) const {
     const GradientParams& params = call_.params;
-    const OwnedKeys& work = shared_.work;
-    const std::int64_t first = cuda::first_key_sum(params, work.sequence.index) + work.first;
-    const GradientSums& to = which == Sums::dk ? params.dk : params.dv;
-    if (params.stores) {
-      const GradientStores& stores = params.stores;
-      const TokenRows& rows = which == Sums::dk ? stores.dk : stores.dv;
-      const auto place_of = [&](int h) -> Element* {
-        const int key = key_ + 8 * h;
-        if (key >= work.count) return nullptr;
-        const std::int64_t place = stores.place(work.sequence.index, work.first + key, first + key);
-        return place < 0 ? nullptr : rows.template at<Element>(place, work.kv_head);
-      };
-      if (which == Sums::dk)
-        store_rounded<Element, T::kDim>(dk, params.score.scale, to.dim, place_of);
-      else
-        store_rounded<Element, T::kDim>(dv, 1.0f, to.dim, place_of);
-      return;
-    }
-    const auto row_of = [&](int h) -> float* {
-      const int key = key_ + 8 * h;
-      return key < work.count ? to.at(work.kv_head, first + key) : nullptr;
-    };
-    const int columns = GradientSums::padded(to.dim);
     if (which == Sums::dk)
-      store_sums<T::kDim>(dk, params.score.scale, columns, params.resume_keys, row_of);
+      store_owned<Element, T::kDim>(dk, params.score.scale, params, shared_.work, key_, params.dk,
+                                    params.stores.dk);
     else
-      store_sums<T::kDim>(dv, 1.0f, columns, params.resume_keys, row_of);
+      store_owned<Element, T::kDim>(dv, 1.0f, params, shared_.work, key_, params.dv,
+                                    params.stores.dv);
   }
 
   float (&s)[T::kRows / 2];

@@ -17,11 +17,12 @@ inline constexpr TileShape kRowGradients64{
 inline constexpr TileShape kRowGradients128{
     .dim = 128, .consumers = 2, .keys = 96, .ping_pong = false};
 
-template <class Element, TileShape kShape>
+template <class Element, TileShape kShape, int kKeyStages = 3, int kValueStages_ = 3>
 struct RowGradientTile : TileTraits<Element, kShape> {
   static constexpr bool kPages = false;
   static constexpr bool kGradients = true;
-  static constexpr int kStages = 3;
+  static constexpr int kStages = kKeyStages;
+  static constexpr int kValueStages = kValueStages_;
   static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
 };
@@ -64,28 +65,28 @@ class RowGradientProducer {
     bool marks = false;
     for (int row = lane_; row < T::kRows; row += 32) {
       const std::int64_t token = tile.first_row + row;
-      RowTerm term{-INFINITY, 0.0f, 0.0f};
-      if (row < tile.rows) term = from.terms[token * call_.params.heads + tile.head];
+      if (row >= tile.rows) break;
       bool marked;
-      shared_.gradients.factors[row] = factors_of(term, marked);
-      marks = marks || (marked && row < tile.rows);
+      factors_of(from.terms[token * call_.params.heads + tile.head], marked);
+      marks = marks || marked;
     }
     marks = __any_sync(0xffffffff, marks);
-    if (lane_ == 0) shared_.gradients.marked = marks;
+    if (lane_ == 0) shared_.marks.marked = marks;
     __syncwarp();
     if (lane_ > 0) return;
-    constexpr int kBytes = 2 * 64 * T::kPanels * 128;
+    constexpr int kBytes = 64 * (T::kPanels + T::kValuePanels) * 128;
     const std::uint64_t once = cache_policy<Keep::first_to_go>();
 #pragma unroll
     for (int c = 0; c < T::kConsumers; ++c) {
       shared_.q_full[c].arrive_expecting(kBytes);
 #pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel) {
+      for (int panel = 0; panel < T::kPanels; ++panel)
         load_box(shared_.q[c][panel], &call_.q, panel * 64, tile.query_row + 64 * c,
                  tile.query_head, &shared_.q_full[c], once);
+#pragma unroll
+      for (int panel = 0; panel < T::kValuePanels; ++panel)
         load_box(shared_.gradients.dout[c][panel], &from.dout, panel * 64, tile.query_row + 64 * c,
                  tile.query_head, &shared_.q_full[c], once);
-      }
     }
   }
 
@@ -95,15 +96,15 @@ class RowGradientProducer {
     load(shared_.v[v_.stage], &call_.v, shared_.v_full[v_.stage], shared_.v_empty[v_.stage], v_,
          tile.kv_head, key);
   }
-  template <class Buffer>
-  __device__ __forceinline__ void load(Buffer& tile, const CUtensorMap* map, Barrier& full,
-                                       Barrier& empty, PipelineState<T::kStages>& state,
-                                       int kv_head, int key) {
+  template <int kPanels, int kStages>
+  __device__ __forceinline__ void load(TilePanels<typename T::Element, kPanels, T::kKeys>& tile,
+                                       const CUtensorMap* map, Barrier& full, Barrier& empty,
+                                       PipelineState<kStages>& state, int kv_head, int key) {
     if (lane_ == 0) {
       empty.wait(state.parity ^ 1);
-      full.arrive_expecting(T::kPanels * T::kPanelBytes);
+      full.arrive_expecting(kPanels * T::kPanelBytes);
 #pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel)
+      for (int panel = 0; panel < kPanels; ++panel)
         load_box(tile[panel], map, panel * 64, key, kv_head, &full, again_);
     }
     state.advance();
@@ -113,7 +114,8 @@ class RowGradientProducer {
   Shared<T>& shared_;
   const int lane_;
   const std::uint64_t again_;
-  PipelineState<T::kStages> k_, v_;
+  PipelineState<T::kStages> k_;
+  PipelineState<T::kValueStages> v_;
 };
 
 /// A thread of a consumer warpgroup. Its arrays are beside it (attend_sm90_consumer.cuh says why).
@@ -121,6 +123,7 @@ template <class T>
 class RowGradientConsumer {
   using Element = typename T::Element;
   static constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + T::kConsumers;
+  static constexpr bool kLateValues = T::kValueStages == 1;
 
  public:
   struct Fragments {
@@ -128,6 +131,7 @@ class RowGradientConsumer {
     float (&g)[T::kKeys / 2];              // dP
     std::uint32_t (&w)[T::kKeys / 16][4];  // dS, rounded
     float (&dq)[T::kDim / 2];
+    volatile NanBits (&nan)[nan_words(T::kDim)];  // sums of the work tile
   };
 
   __device__ __forceinline__ RowGradientConsumer(const Fragments& fragments,
@@ -137,6 +141,7 @@ class RowGradientConsumer {
         g(fragments.g),
         w(fragments.w),
         dq(fragments.dq),
+        nan(fragments.nan),
         call_(call),
         shared_(shared),
         group_(group),
@@ -154,58 +159,107 @@ class RowGradientConsumer {
       whole_ = tile.whole;
       clear_ = tile.clear;
       first_key_ = tile.some.end - T::kKeys;
+      find_factors(tile);
       shared_.q_full[group_].wait(q_parity);
       q_parity ^= 1;
-      factors_[0] = shared_.gradients.factors[row_];
-      factors_[1] = shared_.gradients.factors[row_ + 8];
-      marked_ = shared_.gradients.marked;
+      marked_ = shared_.marks.marked;
 #pragma unroll
       for (int i = 0; i < T::kDim / 2; ++i) dq[i] = 0;
-      nan() = 0;
+#pragma unroll
+      for (int i = 0; i < nan_words(T::kDim); ++i) nan[i] = 0;
 
       begin_tile();
       begin_products();
-      wgmma_wait<0>();
-      pin(s);
-      pin(g);
-      weigh();
-      take();
-#pragma unroll 1
-      for (int i = 1; i < tiles; ++i) {
-        first_key_ -= T::kKeys;
-        begin_tile();
-        begin_products();
-        begin_sums();
-        wgmma_wait<2>();
-        pin(s);
-        mask();
-        exponentiate();
-        // ptxas moves a wait for products to the start of its basic block. Waits for the next tile
-        // end blocks, so that the products run beside the arithmetic before them.
-        if (i + 1 < tiles) shared_.k_full[k_.stage].wait(k_.parity);
-        wgmma_wait<1>();
-        pin(g);
-        differentiate();
-        if (i + 1 < tiles) shared_.v_full[v_.stage].wait(v_.parity);
-        wgmma_wait<0>();
-        end_sums();
-        take();
-      }
+      if constexpr (kLateValues)
+        attend_late_values(tiles);
+      else
+        attend(tiles);
       if (lane_ == 0) shared_.q_empty[group_].arrive();
-      begin_sums();
       wgmma_wait<0>();
       end_sums();
-      set_nan(dq, nan());
+      set_all_nan(dq, nan);
       store(tile);
       shared_.work_empty[work_.stage].arrive();
     }
   }
 
  private:
+  /// Both loops begin when the products of the first tile's scores do, and end when those of the
+  /// last tile's sums do.
+  __device__ __forceinline__ void attend(int tiles) {
+    wgmma_wait<0>();
+    pin(s);
+    pin(g);
+    weigh();
+    take();
+#pragma unroll 1
+    for (int i = 1; i < tiles; ++i) {
+      first_key_ -= T::kKeys;
+      begin_tile();
+      begin_products();
+      begin_sums();
+      wgmma_wait<2>();
+      pin(s);
+      mask();
+      exponentiate();
+      // ptxas moves a wait for products to the start of its basic block. Waits for the next tile
+      // end blocks, so that the products run beside the arithmetic before them.
+      if (i + 1 < tiles) shared_.k_full[k_.stage].wait(k_.parity);
+      wgmma_wait<1>();
+      pin(g);
+      differentiate();
+      if (i + 1 < tiles) shared_.v_full[v_.stage].wait(v_.parity);
+      wgmma_wait<0>();
+      end_sums();
+      take();
+    }
+    begin_sums();
+  }
+  /// With one stage of values, dP comes last.
+  __device__ __forceinline__ void attend_late_values(int tiles) {
+    wgmma_wait<0>();
+    pin(s);
+    pin(g);
+    weigh();
+    take();
+#pragma unroll 1
+    for (int i = 1; i < tiles; ++i) {
+      first_key_ -= T::kKeys;
+      begin_tile();
+      begin_scores();
+      begin_sums();
+      begin_gradients();
+      wgmma_wait<2>();
+      pin(s);
+      mask();
+      exponentiate();
+      if (i + 1 < tiles) shared_.k_full[k_.stage].wait(k_.parity);
+      wgmma_wait<1>();
+      end_sums();
+      wgmma_wait<0>();
+      pin(g);
+      differentiate();
+      take();
+    }
+    begin_sums();
+  }
+
+  /// A row's terms come from memory while its queries are on their way.
+  __device__ __forceinline__ void find_factors(const WorkTile& tile) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      RowTerm term{-INFINITY, 0.0f, 0.0f};
+      const std::int64_t row = row_ + 8 * h, token = tile.first_row + row;
+      if (row < tile.rows) term = call_.gradients.terms[token * call_.params.heads + tile.head];
+      bool marked;
+      factors_[h] = factors_of(term, marked);
+    }
+  }
   /// Waits for the next tile, whose values then have no element that must not be multiplied.
   __device__ __forceinline__ void begin_tile() {
     shared_.k_full[k_.stage].wait(k_.parity);
-    shared_.v_full[v_.stage].wait(v_.parity);
+    if (!kLateValues || uniform(first_key_ < clear_ || (marked_ && is_cut())))
+      shared_.v_full[v_.stage].wait(v_.parity);
     if (first_key_ < clear_) {
       clear_rows(shared_.k[k_.stage], 0, min(clear_ - first_key_, T::kKeys));
       clear_rows(shared_.v[v_.stage], 0, min(clear_ - first_key_, T::kKeys));
@@ -217,7 +271,6 @@ class RowGradientConsumer {
   __device__ __forceinline__ bool is_cut() const {
     return first_key_ < whole_.begin || first_key_ + T::kKeys > whole_.end;
   }
-  __device__ __forceinline__ NanBits& nan() { return shared_.gradients.nan[threadIdx.x - 128]; }
   /// All consumers come here, for the same tiles.
   __device__ void spread() {
     const RowKeys* const rows = shared_.rows[work_.stage];
@@ -226,7 +279,7 @@ class RowGradientConsumer {
       return first_key_ + key >= seen.begin && first_key_ + key < seen.end;
     };
     named_sync(kAllBarrier, 128 * T::kConsumers);  // all have their products of the tiles before
-    nan() |= nan_of<T::kDim>(shared_.k[k_.stage], T::kKeys, sees);
+    add_nan<T::kDim>(nan, shared_.k[k_.stage], T::kKeys, sees);
     named_sync(kAllBarrier, 128 * T::kConsumers);
     const int thread = static_cast<int>(threadIdx.x) - 128;
     clear_infinite<128 * T::kConsumers>(shared_.k[k_.stage], thread);
@@ -236,10 +289,20 @@ class RowGradientConsumer {
   }
 
   __device__ __forceinline__ void begin_products() {  // S = Q K^T, dP = dout V^T
+    begin_scores();
+    begin_gradients();
+  }
+  __device__ __forceinline__ void begin_scores() {
     wgmma_begin();
     multiply_rows<T::kDim>(s, shared_.q[group_], shared_.k[k_.stage]);
     wgmma_commit();
-    multiply_rows<T::kDim>(g, shared_.gradients.dout[group_], shared_.v[v_.stage]);
+  }
+  __device__ __forceinline__ void begin_gradients() {
+    if constexpr (kLateValues) {
+      shared_.v_full[v_.stage].wait(v_.parity);
+      wgmma_begin();
+    }
+    multiply_rows<T::kValueDim>(g, shared_.gradients.dout[group_], shared_.v[v_.stage]);
     wgmma_commit();
     before_ = k_.stage;
     k_.advance();
@@ -308,6 +371,7 @@ class RowGradientConsumer {
   float (&g)[T::kKeys / 2];
   std::uint32_t (&w)[T::kKeys / 16][4];
   float (&dq)[T::kDim / 2];
+  volatile NanBits (&nan)[nan_words(T::kDim)];
   const KernelParams& call_;
   Shared<T>& shared_;
   const int group_, lane_, row_;
@@ -319,7 +383,8 @@ class RowGradientConsumer {
   int first_key_ = 0;
   int before_ = 0, taken_ = 0;  // stages of the last products, and of the keys of w
   PipelineState<2> work_;
-  PipelineState<T::kStages> k_, v_;
+  PipelineState<T::kStages> k_;
+  PipelineState<T::kValueStages> v_;
 };
 
 template <class T>
@@ -346,7 +411,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       take_registers<T::kConsumerRegisters>();
       float s[T::kKeys / 2], g[T::kKeys / 2], dq[T::kDim / 2];
       std::uint32_t w[T::kKeys / 16][4];
-      RowGradientConsumer<T>({s, g, w, dq}, call, shared, warpgroup - 1).run();
+      volatile NanBits nan[nan_words(T::kDim)];
+      RowGradientConsumer<T>({s, g, w, dq, nan}, call, shared, warpgroup - 1).run();
     }
   }
 }

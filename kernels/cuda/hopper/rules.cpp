@@ -116,9 +116,8 @@ bool stores_gradients(const GradientParams& params) {
   };
   const GradientStores& to = params.stores;
   const bool all = params.dq.data != nullptr && params.dk.data != nullptr;
-  return takes_gradients(params) && std::max(params.head_dim, params.value_dim) <= kWidestStored &&
-         all && !params.resume_rows && !params.resume_keys && aligned(to.dq) && aligned(to.dk) &&
-         aligned(to.dv);
+  return takes_gradients(params) && all && !params.resume_rows && !params.resume_keys &&
+         aligned(to.dq) && aligned(to.dk) && aligned(to.dv);
 }
 
 bool takes_arrivals(const AttendParams& params, bool (*takes)(const AttendParams&)) {

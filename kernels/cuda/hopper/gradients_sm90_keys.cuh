@@ -398,6 +398,7 @@ class KeyGradientConsumer {
     pin(s);
     pin(dk);
     pin(dv);
+    __syncwarp();  // every lane has read the terms
     if (sums_ >= 0 && lane_ == 0) shared_.empty[sums_].arrive();
     weigh(lse);
     load_terms(d, shared_.rows[stage_].d);

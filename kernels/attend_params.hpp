@@ -14,6 +14,22 @@
 
 namespace longspan::kernels {
 
+/// Sparse attention: the keys that each query row sees, by number. An index that names no key of
+/// the row's sequence (below 0, past the end, or in the padding) is nobody, and one that is given
+/// twice counts twice.
+struct KeyIndices {
+  const std::int32_t* data = nullptr;  // [tokens, heads, top_k]; of bounds null
+  std::int64_t row_stride = 0;         // in indices
+  std::int64_t head_stride = 0;
+  int heads = 1;  // 1: all kv heads have the same; otherwise each has its own. Of bounds, the most
+  int top_k = 0;  // of a row. Of bounds, the most; 0: a row sees what the mask says
+  const std::int32_t* lengths = nullptr;  // [tokens] first indices of a row that count; null: all
+  bool are_slots = false;  // rows of this rank's cache, page * page_size + row; otherwise positions
+  std::int64_t slots = 0;  // rows of this rank's cache
+
+  LONGSPAN_HD explicit operator bool() const { return top_k > 0; }
+};
+
 /// Locations of queries, keys and values.
 struct Operands {
   TokenRows q;  // [tokens, heads, head_dim]
@@ -27,7 +43,8 @@ struct Operands {
   Rows new_k;  // as in AppendParams, of `dtype`: the keys of these rows, which are not yet in k and
                // v
   Rows new_v;  // and are written there before the attention; or null
-  Rope rope;   // of new_k; q is rotated already
+  KeyIndices indices;
+  Rope rope;  // of new_k; q is rotated already
 
   // Each holds for all keys of a head, in all sequences or in one.
   ScaleView q_scale;  // with k_scale, factors of every product, applied first

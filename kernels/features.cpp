@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "kernels/key_indices.hpp"
 #include "longspan/error.hpp"
 #include "longspan/limits.hpp"
 
@@ -42,6 +43,8 @@ constexpr Feature kFeatures[] = {
      [](const P& p) { return static_cast<bool>(p.bias.qq); }},
     {"dropout", "of weights, by seed, sequence, head and positions", kLayer, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.dropout); }},
+    {"indices", "a row sees the keys that it names, by position or by slot", kBoth, kYes, kYes,
+     [](const P& p) { return static_cast<bool>(p.indices); }},
     {"paged", "block tables, pages of any size", kBoth, kYes, kYes,
      [](const P& p) { return static_cast<bool>(p.pages); }},
     {"x-packed pages",
@@ -98,6 +101,7 @@ void check_features(const AttendParams& p, Device device) {
     if (!feature.on(device) && feature.asked(p))
       throw Unsupported(std::string(feature.name) + " (" + feature.meaning +
                         ") is not supported on the " + name(device));
+  if (p.indices) check_indices(p);
   if (p.queries.ranks > 1 && p.new_k.data != nullptr)
     throw Unsupported(
         "new keys with sharded queries are not supported: those of the other ranks' rows are "

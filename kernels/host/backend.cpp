@@ -46,8 +46,12 @@ class HostBackend final : public Backend {
   }
 
   std::size_t attend_scratch(const AttendParams& bounds) const override {
+    const auto states = [this](const AttendParams& p) {
+      return host::attend_scratch(p, pool_.size());
+    };
     return bounds.dtype == DType::fp64 ? host::fp64_scratch(bounds, pool_.size())
-                                       : host::attend_scratch(bounds, pool_.size());
+           : bounds.indices            ? sparse_scratch(bounds, states)
+                                       : states(bounds);
   }
   using AttentionKernels::attend;
   bool attend(const AttendParams& p, const Epilogue& epilogue, Stream stream,
@@ -59,7 +63,10 @@ class HostBackend final : public Backend {
       host::attend_fp64(p, *result, pool_, between);
       return true;
     }
-    host::attend(p, pool_, between);
+    if (p.indices)
+      attend_by_indices(p, between);
+    else
+      host::attend(p, pool_, between);
     queue(epilogue, stream, begins);
     return false;
   }
@@ -147,6 +154,12 @@ class HostBackend final : public Backend {
   }
 
  private:
+  void attend_by_indices(const AttendParams& p, const BetweenTiles& between) const {
+    const SparseAttention steps = sparse_attention(p);
+    host::compact_keys(steps.compact, pool_);
+    host::attend(steps.attend, pool_, between);
+  }
+
   mutable host::ThreadPool pool_;
 };
 

@@ -9,6 +9,7 @@
 #include "kernels/epilogue.hpp"
 #include "kernels/gradient_params.hpp"
 #include "kernels/host/thread_pool.hpp"
+#include "kernels/key_indices.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 #include "src/base/strided_copy.hpp"
@@ -45,6 +46,7 @@ void rotate_rows(const RotateParams& params, ThreadPool& pool);
 void key_starts(const KeyStartParams& params);
 void row_starts(const RowStartParams& params);
 void copy_keys(const CopyKeysParams& params, ThreadPool& pool);
+void compact_keys(const CompactParams& params, ThreadPool& pool);
 void move_keys(const MoveKeysParams& params, ThreadPool& pool);
 void merge_outputs(const MergeOutputsParams& params, ThreadPool& pool);
 void pack_outputs(const PackOutputsParams& params, ThreadPool& pool);

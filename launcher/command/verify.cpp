@@ -27,6 +27,9 @@ std::string features(const Problem& p) {
   if (!p.causal.empty()) text += fmt::format(" causal of each {}", p.causal);
   if (!p.documents.empty()) text += fmt::format(" documents {}", p.documents);
   if (!p.left_padding.empty()) text += fmt::format(" left padding {}", p.left_padding);
+  if (!p.indices.empty())
+    text += fmt::format(" {} lists of {} indices{} by {}", p.lists, p.index_columns(),
+                        p.index_len.empty() ? "" : " with lengths", p.options.strategy);
   if (!p.q_scale.empty()) text += fmt::format(" q {}", name(p.q.dtype));
   if (!p.k_scale.empty())
     text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());

@@ -102,6 +102,7 @@ Report describe(const Communicator& world, const Problem& problem, const RunOpti
   r.fp8_products = o.dtypes.fp8_products;
   r.bf16_products = o.dtypes.bf16_products;
   r.values_in_keys = o.values_in_keys;
+  r.top_k = o.indices.top_k;
   r.shard = options.shard;
   r.inputs = options.q.empty() ? problem.q.label : options.q;
   r.shard_queries = problem.queries.has_value();
@@ -208,7 +209,9 @@ std::string header(const Report& r) {
     if (value != 0) score += fmt::format("{} {} ", name, value);
   if (r.rope.dim > 0) score += rope_text(r.rope).substr(1) + " ";
   if (r.dropout.p > 0) score += fmt::format("dropout {} seed {} ", r.dropout.p, r.dropout_seed);
-  std::string seen = r.causal ? "causal " : "full ";
+  std::string seen = r.top_k > 0 ? fmt::format("{} keys of each row ", r.top_k)
+                     : r.causal  ? "causal "
+                                 : "full ";
   if (r.alignment != name(Alignment::lower_right)) seen += r.alignment + " ";
   std::string text = fmt::format(
       "# keys {} | queries {} | {}{}{}{}{}{}{}| {}{}{}inputs: {} | workspace {} per rank\n",
@@ -281,6 +284,7 @@ ordered_json case_of(const Report& r) {
                     {"window", r.window}};
   for (const auto& [name, value] : r.score) made[name] = value;
   made["alibi"] = r.alibi;
+  if (r.top_k > 0) made["top_k"] = r.top_k;
   if (r.rope.dim > 0)
     made["rope"] = {{"dim", r.rope.dim},
                     {"interleaved", r.rope.interleaved},

@@ -51,6 +51,7 @@ struct Report {
   bool fp8_products = false;
   bool bf16_products = false;
   bool values_in_keys = false;
+  int top_k = 0;
   bool shard_queries = false, invariant = false, causal = false;
   std::int64_t window = 0;
   ScoreNumbers score;

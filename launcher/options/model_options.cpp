@@ -92,6 +92,9 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
   add_alignment(app, o.mask.alignment, work);
+  app.add_option("--top-k", o.top_k, "Sparse attention: how many keys each row names")
+      ->transform(whole(1, 1 << 24))
+      ->group(work);
   app.add_flag("--backward", o.backward, "Also its backward, for the gradients of q, k and v")
       ->group(work);
   const char* spread = "How it is spread over the ranks";

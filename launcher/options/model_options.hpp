@@ -37,6 +37,7 @@ struct PlanOptions {
   int value_dim = 0;  // 0: dim
   bool values_in_keys = false;
   Mask mask;
+  int top_k = 0;  // keys that a row names; 0: the mask says what it sees
   std::string shard = "zigzag";
   Layout layout = Layout::zigzag;
   std::int64_t block = kSegment;

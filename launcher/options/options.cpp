@@ -203,6 +203,11 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
   app.add_option("--right", o.mask.right, "How many keys a row sees after its own position")
       ->transform(whole(std::int64_t{0}, kMostRows))
       ->group(attention);
+  app.add_option(
+         "--top-k", o.top_k,
+         "Sparse attention: each row sees so many keys of its sequence, drawn from the seed")
+      ->transform(whole(1, 1 << 24))
+      ->group(attention);
   app.add_option("--documents", o.documents,
                  "Starts of documents in every sequence, ascending, and the end of the last: a row "
                  "sees keys of its own document")

@@ -35,12 +35,14 @@ class Cluster {
                 .values_in_keys = o.values_in_keys,
                 .dtypes = {.compute = dtype_named(shape.dtype)},
                 .mask = o.mask,
+                .indices = {.top_k = o.top_k},
                 .keys = {o.layout, o.block},
                 .gradients = o.backward,
                 .ranks_per_node = per_node_};
     const std::int64_t tokens = o.tokens > 0 ? o.tokens : o.kv;
     // All ranks have few rows, as in decode; many rows are shared.
-    if (ranks_ > 1 && tokens >= 64 * std::int64_t{ranks_}) options_.queries = options_.keys;
+    if (ranks_ > 1 && tokens >= 64 * std::int64_t{ranks_} && o.top_k == 0)
+      options_.queries = options_.keys;
     options_.limits = {.max_tokens = options_.queries ? (tokens + ranks_ - 1) / ranks_ : tokens,
                        .max_kv_len = o.kv,
                        .max_workspace = o.max_workspace};
@@ -106,7 +108,10 @@ std::string table(const PlanOptions& o, const Cluster& cluster, const Machine& m
       options.values_in_keys ? fmt::format(" with values of {}", options.of_values())
       : options.of_values() != options.head_dim ? fmt::format("/{}", options.of_values())
                                                 : "",
-      name(options.dtypes.compute), options.mask.causal ? "causal" : "full");
+      name(options.dtypes.compute),
+      o.top_k > 0           ? fmt::format("{} keys of each row", o.top_k)
+      : options.mask.causal ? "causal"
+                            : "full");
   const auto of_backward = [&](const auto& time, const auto& bytes) {
     return options.gradients ? fmt::format("{:>11}{:>12}", time, bytes) : "";
   };

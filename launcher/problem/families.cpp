@@ -809,6 +809,84 @@ Family latent(const Sweep& sweep) {
   return family;
 }
 
+/// Draws the indices of every row: keys at random, at either end of the sequence, twice, or nobody.
+void take_indices(Problem& p, Random& random, int columns) {
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  p.options.indices.top_k = columns + below(random, 3);
+  p.lists = chance(3) ? p.options.kv_heads : 1;
+  const bool has_lengths = chance(2);
+  for (int b = 0; b < p.batch(); ++b)
+    for (int t = 0; t < p.q_lens[b]; ++t) {
+      if (has_lengths) p.index_len.push_back(below(random, columns + 3) - 1);
+      for (int list = 0; list < p.lists; ++list) {
+        const int kind = below(random, 5), keys = p.kv_lens[b];
+        for (int i = 0; i < columns; ++i) {
+          int index = keys == 0 ? 0 : below(random, keys);
+          if (kind == 0 && keys > 0) index = below(random, std::min(keys, 5));
+          if (kind == 1 && chance(2)) index = -1 - below(random, 3);
+          if (kind == 2 && chance(2)) index = keys + below(random, 1000);
+          if (kind == 3) index = -1;
+          p.indices.push_back(index);
+        }
+      }
+    }
+}
+
+/// Sparse attention by indices, over latent keys and others, in pages and layouts of peers' tests.
+/// Keys that nobody names are NaN.
+Family sparse(const Sweep& sweep) {
+  Family family;
+  Random random(sweep.seed + 20);
+  const auto chance = [&](int one_in) { return below(random, one_in) == 0; };
+  for (int i = 0; i < sweep.pick(18, 60, 400); ++i) {
+    const bool latent = !chance(3);
+    Shape shape;
+    if (latent) {
+      const auto [dim, value_dim] =
+          pick<std::pair<int, int>>(random, {{576, 512}, {512, 512}, {96, 64}, {40, 24}});
+      shape = {.heads = pick(random, {1, 8, 16, 17, 64, 128}),
+               .kv_heads = 1,
+               .dim = dim,
+               .value_dim = value_dim};
+    } else {
+      shape = any_shape(random, fp32, 300);
+    }
+    shape.dtype = kDTypes[i % 3];
+    shape.q_lens = {pick(random, {1, 1, 2, 4, 9})};
+    shape.kv_lens = {pick(random, {0, 1, 20, 128, 300, 1000})};
+    for (int b = chance(2) ? 3 : 0; b > 0; --b) {
+      shape.q_lens.push_back(below(random, 5));
+      shape.kv_lens.push_back(below(random, 500));
+    }
+    Problem p = make(sweep, shape, 2000 + i);
+    take_indices(p, random, pick(random, {1, 3, 17, 64, 200}));
+    p.options.values_in_keys = latent;
+    std::vector<bool> spoiled;
+    for (int b = 0; b < p.batch(); ++b) {
+      std::vector<bool> unseen(static_cast<std::size_t>(p.kv_lens[b]), true);
+      for (int t = 0; t < p.q_lens[b]; ++t)
+        for (int list = 0; list < p.lists; ++list) {
+          const auto times = p.named(b, t, list * (p.options.heads / p.lists));
+          for (std::size_t j = 0; j < times.size(); ++j) unseen[j] = unseen[j] && times[j] == 0;
+        }
+      spoiled.insert(spoiled.end(), unseen.begin(), unseen.end());
+    }
+    const auto is_spoiled = [spoiled](std::int64_t key) {
+      return spoiled[static_cast<std::size_t>(key)];
+    };
+    p.k = with_nan(p.k, is_spoiled);
+    p.v = latent ? first_columns(p.k, p.value_dim()) : with_nan(p.v, is_spoiled);
+    if (chance(3)) p.sinks = draw_sinks(p, i);
+    if (chance(4)) p.options.score.softcap = 2.0f;
+    if (!chance(3)) p.cache = {pick(random, {1, 2, 61, 64, 69, 576}), false};
+    p.keys = rule(kRules[below(random, std::size(kRules))]);
+    if (chance(3)) p.keys = rule({Layout::interleaved, kDeals[below(random, std::size(kDeals))]});
+    p.options.strategy = pick(random, {"auto", "gather-states", "scatter-states"});
+    family.problems.push_back(std::move(p));
+  }
+  return family;
+}
+
 constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"shards", shards},
                                    {"masks", masks},
@@ -827,7 +905,8 @@ constexpr FamilyMaker kMakers[] = {{"shapes", shapes},
                                    {"upper left", upper_left},
                                    {"gradients", gradients},
                                    {"dropout", dropout},
-                                   {"latent", latent}};
+                                   {"latent", latent},
+                                   {"sparse", sparse}};
 
 }  // namespace
 

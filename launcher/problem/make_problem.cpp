@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -132,6 +133,18 @@ void take_hidden(Problem& problem, const RunOptions& o) {
   }
 }
 
+/// Every row names keys of its sequence at random.
+void draw_indices(Problem& problem, int top_k, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  problem.options.indices.top_k = top_k;
+  for (std::size_t b = 0; b < problem.kv_lens.size(); ++b)
+    for (std::int64_t i = 0; i < std::int64_t{problem.q_lens[b]} * top_k; ++i)
+      problem.indices.push_back(
+          problem.kv_lens[b] == 0 ? -1
+                                  : static_cast<std::int32_t>(
+                                        random() % static_cast<std::uint64_t>(problem.kv_lens[b])));
+}
+
 /// Rounds the inputs to fp8, also for the oracle.
 void store_as(Problem& problem, DType dtype) {
   for (Source* source : {&problem.q, &problem.k, &problem.v})
@@ -168,6 +181,7 @@ Problem make_problem(const RunOptions& o, const WorldOptions& world) {
                      .exchange = world.exchange,
                      .threads = world.threads,
                      .debug = {.profile = true}};
+  if (o.top_k > 0) draw_indices(problem, o.top_k, world.seed);
   if (const auto alibi = choice_named<Alibi>(o.alibi)) problem.options.score.alibi = *alibi;
   problem.dropout_seed[0] = o.dropout_seed.value_or(static_cast<std::int64_t>(world.seed));
   if (!o.qkv_dtype.empty()) store_as(problem, dtype_named(o.qkv_dtype));

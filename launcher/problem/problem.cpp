@@ -133,6 +133,14 @@ double Problem::scale() const { return options.score.scale_of(options.head_dim);
 
 double Problem::visible_pairs() const {
   double pairs = 0;
+  for (int b = 0; b < batch() && !indices.empty(); ++b)
+    for (std::int64_t t = 0; t < q_lens[b]; ++t)
+      for (int head = 0; head < lists; ++head) {
+        const std::vector<std::int64_t> times = named(b, t, head * (options.heads / lists));
+        pairs += static_cast<double>(std::accumulate(times.begin(), times.end(), std::int64_t{0})) /
+                 lists;
+      }
+  if (!indices.empty()) return pairs;
   for (int b = 0; b < batch(); ++b) {
     for (std::int64_t t = 0; t < q_lens[b]; ++t) {
       const Interval seen = visible(b, position(b, t));
@@ -153,7 +161,24 @@ Interval Problem::visible(int b, std::int64_t position) const {
                    left_padding.empty() ? 0 : left_padding[b]);
 }
 
+std::vector<std::int64_t> Problem::named(int b, std::int64_t t, int head) const {
+  std::vector<std::int64_t> times(static_cast<std::size_t>(kv_lens[b]));
+  const std::int64_t row = query_start()[b] + t, columns = index_columns();
+  const std::int64_t first = (row * lists + head / (options.heads / lists)) * columns;
+  const std::int64_t count = index_len.empty() ? columns : index_len[row];
+  for (std::int64_t i = first; i < first + std::min(columns, count); ++i)
+    if (indices[i] >= 0 && indices[i] < kv_lens[b]) ++times[static_cast<std::size_t>(indices[i])];
+  return times;
+}
+
 std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
+  if (!indices.empty()) {
+    const std::vector<std::int64_t> times = named(b, t, head);
+    std::vector<double> weights(times.size());
+    std::transform(times.begin(), times.end(), weights.begin(),
+                   [](std::int64_t n) { return std::log(static_cast<double>(n)); });
+    return weights;
+  }
   if (slopes.empty() && qq_bias.empty()) return {};
   std::vector<double> bias(kv_lens[b]);
   const std::int64_t context = position(b, 0);
@@ -306,6 +331,13 @@ void Trial::take_features() {
     args_.documents = {static_cast<const std::int64_t*>(documents_.data()),
                        {p.batch(), std::ssize(p.documents) / p.batch()},
                        device};
+  indices_ = on_device(device, p.indices);
+  index_len_ = on_device(device, p.index_len);
+  const auto* const named = static_cast<const std::int32_t*>(indices_.data());
+  if (!p.indices.empty())
+    args_.indices = p.lists > 1 ? Tensor(named, {p.tokens(), p.lists, p.index_columns()}, device)
+                                : Tensor(named, {p.tokens(), p.index_columns()}, device);
+  if (!p.index_len.empty()) args_.index_len = array<std::int32_t>(index_len_, device);
   if (!p.left_padding.empty()) args_.left_padding = array<std::int32_t>(left_padding_, device);
 }
 

@@ -2,6 +2,7 @@
 // them in device memory, the layer, and the rows of the answer that this rank gets.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -50,6 +51,9 @@ struct Problem {
   std::vector<std::uint8_t> causal;             // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;          // [batch, count + 1] starts and end; or none
   std::vector<std::int32_t> left_padding;       // of each sequence; or none
+  std::vector<std::int32_t> indices;            // [tokens, lists, columns] of options.indices
+  int lists = 1;                                // of a row: 1, or one for each kv head
+  std::vector<std::int32_t> index_len;          // [tokens], or none
   std::array<std::int64_t, 2> dropout_seed{};   // seed and offset, where options.dropout
   std::vector<std::int32_t> dropout_sequences;  // numbers of the sequences there; or none
   std::vector<float> q_scale, k_scale, v_scale;  // [1], [kv_heads] or [batch, kv_heads],
@@ -82,10 +86,16 @@ struct Problem {
   std::size_t out_row_bytes() const {
     return static_cast<std::size_t>(options.heads * storage_of(out_dtype()).row_bytes(value_dim()));
   }
+  int index_columns() const {
+    return static_cast<int>(std::ssize(indices) / std::max<std::int64_t>(1, tokens() * lists));
+  }
   Interval visible(int b, std::int64_t position) const;
   /// The position of row t of sequence b.
   std::int64_t position(int b, std::int64_t t) const;
-  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none.
+  /// How often the indices of row t of sequence b name each of its keys, [kv_len].
+  std::vector<std::int64_t> named(int b, std::int64_t t, int head) const;
+  /// The numbers that are added to the scores of row t of sequence b: [kv_len]; empty for none. A
+  /// key that stands n times has ln(n) more, and one that is not named -inf.
   std::vector<double> bias(int b, std::int64_t t, int head) const;
   /// The factors of dropout for row t of sequence b: [kv_len]; empty for none.
   std::vector<double> dropout(int b, std::int64_t t, int head) const;
@@ -158,8 +168,8 @@ class Trial {
   std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
   std::optional<Attention> layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
-      causal_, documents_, left_padding_, q_scale_, k_scale_, v_scale_, out_scale_, block_table_,
-      dropout_seed_, dropout_sequences_;
+      causal_, documents_, left_padding_, indices_, index_len_, q_scale_, k_scale_, v_scale_,
+      out_scale_, block_table_, dropout_seed_, dropout_sequences_;
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;

@@ -19,8 +19,11 @@
 namespace longspan {
 namespace {
 
-/// A checked array of one or two dimensions, as the digest reads it.
+/// A checked array, as the digest reads it.
 kernels::DigestArray digest_array(const Tensor& t) {
+  if (t.dims == 3)  // indices of kv heads, whose lists follow each other
+    return {t.data, t.shape[1] * t.shape[2], t.shape[0], t.stride[0],
+            static_cast<int>(size_of(t.dtype))};
   const bool matrix = t.dims == 2, repeats = matrix && t.stride[1] == 0;  // one scale of a row
   return {t.data, repeats ? std::min<std::int64_t>(1, t.shape[1]) : t.shape[matrix ? 1 : 0],
           matrix ? t.shape[0] : 1, matrix ? t.stride[0] : 0, static_cast<int>(size_of(t.dtype))};
@@ -95,6 +98,10 @@ RunDescription::RunDescription(const AttentionArgs& args, const Options& o, Back
   else
     number("rows of q", count_rows(args.q));
   if (!args.kv_len) number("total_keys", args.total_keys);
+  if (args.indices) {
+    number("indices.columns", args.indices.shape[args.indices.dims - 1]);
+    number("indices.kv_heads", args.indices.dims == 3 ? args.indices.shape[1] : 1);
+  }
   if (o.gradients || backward.yes) number("backward", backward.yes, Kind::yes_no);
 }
 
@@ -117,6 +124,8 @@ void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, boo
     if constexpr (std::is_same_v<T, Tensor>) {
       const Layout layout = &value == &args.key_table ? o.keys.layout : rows;
       const bool of_all = argument.compared == Compared::ranges && layout == Layout::ranges;
+      const bool of_indices = &value == &args.indices || &value == &args.index_len;
+      if (of_indices && o.indices.slots) return;
       if (argument.compared == Compared::contents || of_all) array(argument.name, value);
     }
   });

@@ -210,6 +210,43 @@ QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device) {
   return {Floats(t.data, t.dtype), width, row_stride};
 }
 
+kernels::KeyIndices indices_of(const Tensor& t, const Tensor& length, const IndexOptions& wanted,
+                               std::int64_t tokens, int kv_heads, Device device) {
+  if (wanted.top_k == 0) {
+    require(!is_given(t) && !is_given(length),
+            "{} is given, and a row sees what the mask says: give Options::indices with top_k",
+            is_given(t) ? "indices" : "index_len");
+    return {};
+  }
+  require(is_given(t), "indices is missing: top_k is {}, so every row names the keys that it sees",
+          wanted.top_k);
+  check_tensor(t, "indices", DType::int32, device);
+  const bool of_heads = t.dims == 3;
+  require(
+      (t.dims == 2 || (of_heads && t.shape[1] == kv_heads)) && t.shape[0] == tokens,
+      "indices is {}; [{}, columns] is wanted, or [{}, {}, columns] with a list for each kv head",
+      shape_text(t), tokens, tokens, kv_heads);
+  const std::int64_t columns = t.shape[t.dims - 1];
+  require(columns >= 1 && columns <= wanted.top_k,
+          "indices is {}: {} columns; 1 to {} (top_k) are possible", shape_text(t), columns,
+          wanted.top_k);
+  require(
+      t.size() == 0 || ((t.stride[t.dims - 1] == 1 || columns == 1) && t.stride[0] >= 0 &&
+                        (!of_heads || kv_heads == 1 || t.stride[1] == columns)),
+      "indices {} have strides of their own within a row: the indices of a row lie one behind the "
+      "other",
+      shape_text(t));
+  kernels::KeyIndices indices;
+  indices.data = static_cast<const std::int32_t*>(t.data);
+  indices.row_stride = t.stride[0];
+  indices.head_stride = of_heads ? columns : 0;
+  indices.heads = of_heads ? kv_heads : 1;
+  indices.top_k = static_cast<int>(columns);
+  indices.lengths = array_of<std::int32_t>(length, "index_len", tokens, device);
+  indices.are_slots = wanted.slots;
+  return indices;
+}
+
 Documents documents_of(const Tensor& t, int batch, Device device) {
   if (!is_given(t)) return {};
   check_tensor(t, "documents", DType::int64, device);
@@ -256,6 +293,8 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
                          device);
   a.q_scale = scales_of(args.q_scale, "q_scale", a.batch, options.kv_heads, device);
   a.out_scale = array_of<float>(args.out_scale, "out_scale", 1, device);
+  a.indices = indices_of(args.indices, args.index_len, options.indices, count_rows(args.q),
+                         options.kv_heads, device);
   a.dropout_seed = array_of<std::int64_t>(args.dropout_seed, "dropout_seed", -1, device);
   if (a.dropout_seed != nullptr) {
     require(args.dropout_seed.shape[0] == 1 || args.dropout_seed.shape[0] == 2,
@@ -313,6 +352,8 @@ RunArrays arrays_of(const AttendState& args, int heads, int kv_heads, Device dev
   // Resolved without a table first, so that the rank is known to be valid before its table is
   // measured.
   args.keys.resolve(args.total_keys, args.rank, args.ranks);
+  a.indices =
+      indices_of(args.indices, args.index_len, args.index, count_rows(args.q), kv_heads, device);
   const std::int64_t listed = args.key_table ? args.key_table.shape[0] : 0;
   a.keys =
       resolve({args.keys, "keys", args.key_table, "key_table", args.total_keys, listed, -1, true},

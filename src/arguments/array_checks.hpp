@@ -45,6 +45,11 @@ ScaleView scales_of(const Tensor& t, const char* name, int batch, int kv_heads, 
 QqBias qq_bias_of(const Tensor& t, std::int64_t longest_query, Device device);
 /// Checks the tables of a rotation, which are both given or neither.
 Rope rope_of(const RopeOptions& options, const Tensor& cos, const Tensor& sin, Device device);
+/// Checks the indices of `tokens` rows, and their number on each, which are given if and only if
+/// `wanted` says what they are.
+kernels::KeyIndices indices_of(const Tensor& indices, const Tensor& length,
+                               const IndexOptions& wanted, std::int64_t tokens, int kv_heads,
+                               Device device);
 /// Checks an array [count + 1] of int64.
 Documents documents_of(const Tensor& t, int batch, Device device);
 

@@ -34,6 +34,15 @@ inline kernels::Dropout attend_dropout(const Options& options) {
   return dropout;
 }
 
+/// The most indices of any call with these options.
+inline kernels::KeyIndices bounds_of(const IndexOptions& options, int kv_heads) {
+  kernels::KeyIndices indices;
+  indices.top_k = options.top_k;
+  indices.heads = options.top_k > 0 ? kv_heads : 1;
+  indices.are_slots = options.slots;
+  return indices;
+}
+
 /// Sets q, and the arrays of a run or a call other than its keys and values.
 inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArrays& arrays) {
   p.q = token_rows_of(q);
@@ -44,6 +53,7 @@ inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArray
   p.batch.left_padding = arrays.left_padding;
   p.batch.used_rows = arrays.used_rows;
   p.documents = arrays.documents;
+  p.indices = arrays.indices;
   p.bias.slopes = arrays.slopes;
   p.bias.qq = arrays.qq_bias;
   p.rope = arrays.rope;
@@ -55,6 +65,7 @@ void set_cache(Params& p, const CacheView& cache) {
   p.k = cache.k;
   p.v = cache.v;
   p.pages = cache.pages;
+  if constexpr (requires { p.indices; }) p.indices.slots = cache.keys;
 }
 
 }  // namespace longspan

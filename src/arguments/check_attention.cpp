@@ -54,8 +54,9 @@ CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int
                       const Options& options, Device device) {
   const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
                          options.dtypes.of_kv(), batch};
-  const CacheView cache = table ? view_pages(k, v, table, shape, device, "k", "v")
-                                : view_contiguous(k, v, shape, device);
+  const bool by_slots = options.indices.slots && k.dims >= 4;  // which need no table
+  const CacheView cache = table || by_slots ? view_pages(k, v, table, shape, device, "k", "v")
+                                            : view_contiguous(k, v, shape, device);
   if (options.dtypes.compute == DType::fp64 && !(cache.k.dense() && cache.v.dense()))
     throw Unsupported(
         "pages of fp64 whose rows are in chunks (x-packed) are not supported: give pages [pages, "

@@ -83,6 +83,10 @@ NamedKeys keys_of(const PagedAttention& args) {
 }
 NamedKeys keys_of(const AttendState& args) { return {args.k, args.v, "k", "v"}; }
 
+/// Whether rows name rows of pages, which need no table.
+bool by_slots(const PagedAttention&) { return false; }
+bool by_slots(const AttendState& args) { return args.index.slots && args.k.dims >= 4; }
+
 /// Checks the inputs of all attention on one rank.
 template <class Args>
 Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
@@ -94,7 +98,7 @@ Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
   check_type(args.dtypes.query, args.q.dtype, "q");
   check_type(args.dtypes.kv, k.dtype, k_name);
   const CacheShape wanted{shape.kv_heads, shape.head_dim, shape.value_dim, k.dtype, arrays.batch};
-  const CacheView cache = args.block_table
+  const CacheView cache = args.block_table || by_slots(args)
                               ? view_pages(k, v, args.block_table, wanted, device, k_name, v_name)
                               : view_contiguous(k, v, wanted, device);
   arrays.v_scale = scales_of_values(k, k_name, v, v_name, arrays.k_scale, arrays.v_scale,
@@ -139,6 +143,7 @@ PagedShape shape_of(const PagedAttention& args) {
 }
 
 PagedShape shape_of(const AttendState& args) {
+  check_index_options(args.index, refuse_input);
   const Tensor &q = args.q, &k = args.k, &v = args.v;
   require(q.dims == 3 || q.dims == 4,
           "q is {}; [tokens, heads, head_dim] is wanted, or [batch, heads, tokens, head_dim]",
@@ -259,8 +264,11 @@ Checked check_attend(const AttendState& args, const PagedShape& shape, Device de
   check_state(args.state, shape.tokens, shape.heads, shape.value_dim);
   const Tensor workspace{
       args.workspace.data, DType::uint8, {static_cast<std::int64_t>(args.workspace.bytes)}, device};
-  check_memory({{bytes_of(args.state, device), "state"}},
-               {{args.q, "q"}, {args.k, "k"}, {args.v, "v"}, {workspace, "workspace"}});
+  check_memory({{bytes_of(args.state, device), "state"}}, {{args.q, "q"},
+                                                           {args.k, "k"},
+                                                           {args.v, "v"},
+                                                           {args.indices, "indices"},
+                                                           {workspace, "workspace"}});
   const RunArrays& arrays = checked.arrays;
   if (device != Device::host && arrays.kv_len == nullptr && arrays.keys.layout != Layout::ranges)
     check_room(arrays.keys, checked.cache);

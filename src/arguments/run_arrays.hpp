@@ -2,6 +2,7 @@
 // tensors, which array_checks.hpp checks.
 #pragma once
 
+#include "kernels/attend_params.hpp"
 #include "longspan/element.hpp"
 #include "longspan/mask.hpp"
 #include "longspan/rope.hpp"
@@ -22,6 +23,7 @@ struct RunArrays {
   Shard queries;  // its share of the rows, with Options::queries or results by rows; otherwise all
                   // of them
   Documents documents;
+  kernels::KeyIndices indices;                 // without the rows of the cache
   const std::int32_t* left_padding = nullptr;  // [batch]
   const std::int32_t* used_rows = nullptr;     // [batch]
   Floats sinks;                                // [heads]

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "kernels/features.hpp"
+#include "kernels/key_indices.hpp"
 #include "longspan/error.hpp"
 #include "longspan/limits.hpp"
 #include "longspan/option_table.hpp"
@@ -128,6 +129,23 @@ void check_dropout(const Options& o) {
           fmt::format("dropout with {} tensors is not supported: it is for training", name(dtype)));
 }
 
+/// Throws for options that do not go with indices.
+void check_indices(const Options& o) {
+  check_index_options(o.indices, [](const std::string& what) { throw UsageError(what); });
+  if (o.indices.top_k == 0) return;
+  if (o.gradients)
+    throw Unsupported("gradients with indices are not supported: leave one of them off");
+  kernels::AttendParams p;
+  p.dtype = o.dtypes.compute;
+  p.mask = o.mask;
+  p.invariant = o.invariant;
+  p.dropout.on = o.dropout.p > 0;
+  p.queries.ranks = o.queries ? 2 : 1;
+  p.shard.layout = o.keys.layout;
+  p.indices.are_slots = o.indices.slots;
+  kernels::check_indices(p);
+}
+
 void check_gradient_options(const Options& o, int ranks) {
   for (const DType dtype : {o.dtypes.of_query(), o.dtypes.of_kv(), o.dtypes.of_out()})
     if (is_fp8(dtype))
@@ -166,6 +184,13 @@ void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
   if (mask.right < -1) refuse(fmt::format("right {} is below -1; -1 means no bound", mask.right));
   if (mask.right > kMost)
     refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
+}
+
+void check_index_options(const IndexOptions& o, void (*refuse)(const std::string&)) {
+  if (o.top_k < 0 || o.top_k > 1 << 24)
+    refuse(fmt::format("top_k {} is not in 0 to 2^24; 0 means that rows name no keys", o.top_k));
+  if (o.top_k == 0 && o.slots)
+    refuse("indices are slots, and top_k is 0, so there are no indices: give the most of a row");
 }
 
 void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&)) {
@@ -305,6 +330,7 @@ void check_values(const Options& o, int ranks) {
         fmt::format("max_qq_gradient {} is not in 0 to 2^20; 0 means no gradient of qq_bias",
                     o.limits.max_qq_gradient));
   check_rope(o);
+  check_indices(o);
   check_values_in_keys(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),

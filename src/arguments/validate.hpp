@@ -27,6 +27,7 @@ void check_machine(const Machine& machine);
 
 /// Check a mask, and the numbers of a score over heads of `head_dim`; `refuse` throws the caller's
 /// kind of error.
+void check_index_options(const IndexOptions& o, void (*refuse)(const std::string&));
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
 void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&));
 

@@ -43,7 +43,14 @@ class Work {
 
   double flops() const {
     const Options& o = options_;
-    return 2.0 * o.heads * (o.head_dim + o.of_values()) * visible_pairs(o.mask, batch_);
+    return 2.0 * o.heads * (o.head_dim + o.of_values()) * pairs();
+  }
+  /// The keys, of `all`, that some row reads.
+  double keys_read(double all) const {
+    if (options_.indices.top_k == 0) return all;
+    double keys = 0;
+    for (const Sequences& s : batch_) keys += s.count * read(s, static_cast<double>(s.rows));
+    return keys;
   }
   double balance(Balanced by, int levels) {
     const auto [known, is_new] = balances_.try_emplace({by, levels}, 1.0);
@@ -56,6 +63,17 @@ class Work {
   }
 
  private:
+  /// The keys of a sequence that rows read which each name top_k of them.
+  double read(const Sequences& s, double rows) const {
+    return std::min(static_cast<double>(s.keys), rows * options_.indices.top_k);
+  }
+  double pairs() const {
+    if (options_.indices.top_k == 0) return visible_pairs(options_.mask, batch_);
+    double all = 0;
+    for (const Sequences& s : batch_) all += s.count * static_cast<double>(s.rows) * read(s, 1);
+    return all;
+  }
+
   const Options& options_;
   int ranks_;
   std::vector<Sequences> batch_;
@@ -86,8 +104,9 @@ void predict(Forecast& f, Work& work, double flops, const Options& o, const Topo
   const bool two_levels = f.strategy->levels == 2;
   f.balance = work.balance(entry_of(*f.strategy).balanced(o), f.strategy->levels);
   const RunCost& cost = f.cost;
-  f.attend = cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
-             cost.keys_read * size.keys * key_row_bytes(o) / machine.key_bytes_per_s;
+  f.attend =
+      cost.calls * machine.call_s + f.balance * cost.work * flops / machine.flops_per_s +
+      cost.keys_read * work.keys_read(size.keys) * key_row_bytes(o) / machine.key_bytes_per_s;
   // With two levels, only the exchange between nodes overlaps the attention.
   const double far = far_part(topology);
   f.far_bytes = two_levels ? cost.far_bytes : far * cost.received_bytes;
@@ -175,6 +194,13 @@ std::string refuse_fp64(const StrategyEntry& entry, const Options& options) {
   return "its states, or the lse that it sends, are fp32; gather-kv computes in fp64";
 }
 
+/// Why a strategy cannot serve rows that name their keys; empty if it can.
+std::string refuse_indices(const StrategyEntry& entry, const Options& options) {
+  if (options.indices.top_k == 0 || entry.takes_indices) return "";
+  return "with indices each rank attends to the named keys that it holds; gather-states and "
+         "scatter-states do so";
+}
+
 }  // namespace
 
 std::vector<Forecast> consider(const Options& options, int ranks, const RunSize& size,
@@ -188,6 +214,7 @@ std::vector<Forecast> consider(const Options& options, int ranks, const RunSize&
     f.strategy = &info;
     f.refusal = refuse_gradients(entry, options, ranks, device);
     if (f.refusal.empty()) f.refusal = refuse_fp64(entry, options);
+    if (f.refusal.empty()) f.refusal = refuse_indices(entry, options);
     if (f.refusal.empty()) f.refusal = entry.refusal(options, ranks);
     if (!f.refusal.empty()) continue;
     f.reservation = reservation(entry, options, ranks, device);

@@ -181,6 +181,7 @@ struct Attention::Impl {
     p.dropout = attend_dropout(options);
     p.rope = rope_of(options.rope, {}, {}, world.device());
     p.invariant = options.invariant;
+    p.indices = bounds_of(options.indices, options.kv_heads);
     p.max_kv_len = options.limits.max_kv_len;
     p.max_query_len = options.limits.max_query_len;
     return p;
@@ -467,6 +468,9 @@ void attend(const Communicator& world, const AttentionArgs& given, Options optio
   options.dtypes.kv = k.dtype;
   options.dtypes.out = args.out.dtype;
   options.limits.max_batch = batch_of(args.kv_len);
+  if (args.indices.dims > 0 && options.indices.top_k == 0)
+    options.indices.top_k = static_cast<int>(
+        std::clamp<std::int64_t>(args.indices.shape[args.indices.dims - 1], 1, 1 << 24));
   options.limits.max_tokens = count_rows(q);
   if (options.queries) {
     options.limits.max_tokens = 0;

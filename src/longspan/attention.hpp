@@ -113,6 +113,13 @@ struct AttentionArgs {
   Tensor query_len = {};     ///< [batch] int32: the rows of each sequence of q that are used, its
                              ///< first ones; the last of them has position kv_len - 1. The others
                              ///< see nothing. Optional
+  /// With Options::indices: [tokens, columns] int32 keys of each row, or [tokens, kv_heads,
+  /// columns] of each row and kv head; at most top_k columns. One that names no key (below 0, past
+  /// the end of the sequence, or its left padding) is nobody, and one that is given twice counts
+  /// twice. On every rank those of all rows: a rank attends to the keys that it holds
+  Tensor indices = {};
+  Tensor index_len = {};  ///< [tokens] int32: the first indices of a row that count; below 0 is 0,
+                          ///< and past the columns all. Optional
   bool skip_decode = false;  ///< leaves out sequences of one query; their rows of out and lse stay
                              ///< untouched
 

@@ -117,6 +117,9 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("", "dropout.p", "dropout_p", "--dropout", o.dropout.p);
   is("", "dropout.first_head", "dropout_first_head", "--dropout-first-head", o.dropout.first_head);
 
+  is("", "indices.top_k", "top_k", "--top-k", o.indices.top_k);
+  is("", "indices.slots", "index_slots", nullptr, o.indices.slots);
+
   is("limits.", "max_tokens", "max_queries", nullptr, o.limits.max_tokens);
   is("limits.", "max_batch", "max_batch", nullptr, o.limits.max_batch);
   is("limits.", "max_kv_len", "max_seqlen_k", nullptr, o.limits.max_kv_len);
@@ -199,6 +202,8 @@ constexpr void visit_arguments(Args& a, const Visit& visit) {
   is("documents", "documents", contents, a.documents);
   is("left_padding", "cache_leftpad", contents, a.left_padding);
   is("query_len", "seqused_q", contents, a.query_len);
+  is("indices", "indices", contents, a.indices);
+  is("index_len", "topk_length", contents, a.index_len);
   is("skip_decode", "skip_decode", number, a.skip_decode);
   is("dropout_seed", "dropout_seed", contents, a.dropout_seed);
   is("dropout_sequences", "dropout_sequences", contents, a.dropout_sequences);

@@ -91,6 +91,18 @@ struct RopeOptions {
   bool operator==(const RopeOptions&) const = default;
 };
 
+/// Sparse attention by indices, as DeepSeek's: every row names the keys that it sees
+/// (AttentionArgs::indices). The indexer that chooses them is the caller's.
+struct IndexOptions {
+  int top_k = 0;       ///< the most indices of a row; 0: a row sees what the mask says
+  bool slots = false;  ///< indices are rows of the rank's own cache, page * page size + row
+                       ///< (without pages: rows of k), and each rank gives its own. Otherwise they
+                       ///< are positions in the row's sequence, alike on all ranks
+
+  /// Whether all members are equal.
+  bool operator==(const IndexOptions&) const = default;
+};
+
 /// The largest run of a layer. Memory is allocated for it when the layer is made.
 struct Limits {
   std::int64_t max_tokens = 1;      ///< most query rows in one run, over the batch; with sharded
@@ -196,6 +208,7 @@ struct Options {
   ScoreOptions score = {};      ///< how scores are made from q.k
   RopeOptions rope = {};        ///< how positions rotate q and new keys; off by default
   DropoutOptions dropout = {};  ///< which weights are dropped; none by default
+  IndexOptions indices = {};    ///< which keys a row names; none by default
   Limits limits = {};           ///< the largest run
 
   Sharding keys = {};  ///< how the keys of each sequence are distributed over the ranks

@@ -186,6 +186,9 @@ struct AttendState {
   Mask mask = {.causal = true};  ///< which keys a query sees
   ScoreOptions score = {};       ///< how scores are made from q.k
   Tensor causal = {};            ///< [batch] uint8 in place of mask.causal
+  IndexOptions index = {};       ///< with top_k: each row names its keys, and mask has no causal
+  Tensor indices = {};           ///< [tokens, columns] or [tokens, kv_heads, columns] int32
+  Tensor index_len = {};         ///< [tokens] int32; optional
   Tensor slopes = {};            ///< [heads] or [batch, heads] ALiBi, of any float type; optional
   Tensor qq_bias = {};           ///< [width, width] between the new tokens (score.hpp); optional
   Tensor q_scale = {};           ///< [1], [kv_heads] or [batch, kv_heads] fp32; fp8 needs it

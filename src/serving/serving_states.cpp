@@ -39,6 +39,7 @@ kernels::AttendParams size_params(const AttendState& a, const PagedShape& shape)
   kernels::AttendParams p = size_params(a, a.k.dtype, shape);
   p.shard.rank = a.rank;
   p.shard.ranks = a.ranks;
+  p.indices = bounds_of(a.index, p.kv_heads);
   return p;
 }
 

@@ -182,6 +182,7 @@ struct StrategyEntry {
   bool takes_tables;  // with keys and queries distributed by a table (Layout::ranges and listed) it
                       // supports every run; with a rule all strategies do
   bool sends_rows_back = false;  // in a backward rows travel to the keys
+  bool takes_indices = false;    // keys do not travel, so a rank attends to those it holds
   bool takes_fp64 = false;       // it makes results without states, which are fp32
   Balanced (*balanced)(const Options& options);
   /// Why it cannot serve layers with such options on `ranks` ranks; empty if it can.

@@ -7,6 +7,7 @@
 
 #include "kernels/copy_keys.hpp"
 #include "kernels/cuda/dispatch/attend.hpp"
+#include "kernels/key_indices.hpp"
 #include "kernels/move_keys.hpp"
 #include "kernels/params.hpp"
 #include "src/base/strided_copy.hpp"
@@ -28,6 +29,7 @@ void rotate_rows(const RotateParams& params, cudaStream_t stream);
 void key_starts(const KeyStartParams& params, cudaStream_t stream);
 void row_starts(const RowStartParams& params, cudaStream_t stream);
 void copy_keys(const CopyKeysParams& params, cudaStream_t stream);
+void compact_keys(const CompactParams& params, cudaStream_t stream);
 void move_keys(const MoveKeysParams& params, cudaStream_t stream);
 void merge_outputs(const MergeOutputsParams& params, cudaStream_t stream);
 void pack_outputs(const PackOutputsParams& params, cudaStream_t stream);

@@ -84,12 +84,18 @@ class CudaBackend final : public Backend {
   }
 
   std::size_t attend_scratch(const AttendParams& bounds) const override {
-    return cuda::scratch_bound(bounds, gpu_);
+    const auto states = [this](const AttendParams& p) { return cuda::scratch_bound(p, gpu_); };
+    return bounds.indices ? sparse_scratch(bounds, states) : states(bounds);
   }
   using AttentionKernels::attend;
   bool attend(const AttendParams& params, const Epilogue& given, Stream stream,
               const EpilogueBegins& begins, const BetweenTiles&) const override {
     check(params);
+    if (params.indices) {
+      attend_by_indices(params, stream);
+      queue(given, stream, begins);
+      return false;
+    }
     AttendParams p = params;
     const auto* const result = std::get_if<MergeParams>(&given);
     const bool comes_or_goes =
@@ -245,6 +251,14 @@ class CudaBackend final : public Backend {
   }
 
  private:
+  void attend_by_indices(const AttendParams& p, Stream stream) const {
+    if (p.new_k.data != nullptr) append(append_of(p), stream);
+    const SparseAttention steps = sparse_attention(p);
+    cuda::check(steps.attend, gpu_);
+    cuda::compact_keys(steps.compact, stream_of(stream));
+    cuda::attend(steps.attend, gpu_, stream_of(stream));
+  }
+
   /// Queues attention and epilogue in one kernel; returns false if nothing was done. If it is
   /// `timed`, an exchange is a separate kernel.
   bool attend_to_the_end(const AttendParams& p, const Epilogue& epilogue, Stream stream,

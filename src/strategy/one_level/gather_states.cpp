@@ -158,6 +158,7 @@ StrategyEntry gather_states() {
           .gradients = GradientsOf::all_queries,
           .takes_tables = true,
           .sends_rows_back = true,
+          .takes_indices = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = [](const Options&, int) { return std::string(); },
           .cost = cost,

@@ -216,6 +216,7 @@ StrategyEntry scatter_states() {
           .gradients = GradientsOf::all_queries,
           .takes_tables = true,
           .sends_rows_back = true,
+          .takes_indices = true,
           .balanced = [](const Options&) { return Balanced::by_keys; },
           .refusal = refusal,
           .cost = cost,

@@ -250,6 +250,7 @@ StrategyEntry heads_and(const char* received) {
   entry.keeps_order = [](const Options&, int) { return false; };
   entry.takes_tables = false;
   entry.takes_fp64 = false;
+  entry.takes_indices = false;
   entry.refusal = [](const Options& o, int ranks) {
     if (std::string why = refuse_levels(o, ranks); !why.empty()) return why;
     const std::string why = other().refusal(between_nodes(o, most_of(o)), ranks / o.ranks_per_node);

@@ -196,6 +196,8 @@ const std::map<std::string, OptionCase> kOptions{
     {"rope.scale", {[](Options& o) { o.rope.scale = 2; }}},
     {"dropout.p", {[](Options& o) { o.dropout.p = 0.5; }}},
     {"dropout.first_head", {[](Options& o) { o.dropout.first_head = 8; }}},
+    {"indices.top_k", {[](Options& o) { o.indices.top_k = 8; }}},
+    {"indices.slots", {[](Options& o) { o.indices.slots = true; }}},
     {"limits.max_tokens", {[](Options& o) { o.limits.max_tokens = 5; }}},
     {"limits.max_batch", {[](Options& o) { o.limits.max_batch = 5; }}},
     {"limits.max_kv_len", {[](Options& o) { o.limits.max_kv_len = 5; }}},
@@ -278,7 +280,8 @@ struct Everything {
   std::vector<float> sinks{1, 2, 3, 4}, slopes{5, 6, 7, 8}, out_scale{2};
   std::vector<float> bias = std::vector<float>(kTokens * kTokens, 0.5f);
   std::vector<float> angles = std::vector<float>(40 * kDim / 2, 0.5f);
-  std::vector<std::int32_t> padding{1, 2}, used{2, 1}, numbers{0, 1};
+  std::vector<std::int32_t> padding{1, 2}, used{2, 1}, numbers{0, 1}, named_len{1, 2, 3, 0};
+  std::vector<std::int32_t> named = std::vector<std::int32_t>(kTokens * kHeads * 3, 5);
   std::vector<std::int64_t> seed{5, 6};
   std::vector<std::int64_t> documents{0, 3, 9, 2, 3, 3}, ranges{0, 10, 20, 0, 10, 30},
       rows{0, 2, 4};
@@ -287,6 +290,7 @@ struct Everything {
                   .head_dim = kDim,
                   .dtypes = {.compute = fp32},
                   .rope = {.dim = kDim},
+                  .indices = {.top_k = 3},
                   .limits = {.max_tokens = kTokens, .max_batch = 2},
                   .keys = {Layout::ranges}};
   AttentionArgs args;
@@ -325,6 +329,12 @@ struct Everything {
     a.documents = Tensor(documents.data(), {batch, 3});
     a.left_padding = Tensor(padding.data(), {batch});
     a.query_len = Tensor(used.data(), {batch});
+    if (kind == Of::sharded_queries) {
+      options.indices = {};
+    } else {
+      a.indices = Tensor(named.data(), {kTokens, kHeads, 3});
+      a.index_len = Tensor(named_len.data(), {kTokens});
+    }
     a.rope_cos = a.rope_sin = Tensor(angles.data(), {40, kDim / 2});
     a.dropout_seed = Tensor(seed.data(), {2});
     a.dropout_sequences = Tensor(numbers.data(), {batch});
@@ -356,10 +366,13 @@ struct Everything {
                                                     {"documents", bytes(documents)},
                                                     {"left_padding", bytes(padding)},
                                                     {"query_len", bytes(used)},
+                                                    {"indices", bytes(named)},
+                                                    {"index_len", bytes(named_len)},
                                                     {"dropout_seed", bytes(seed)},
                                                     {"dropout_sequences", bytes(numbers)}};
     if (!args.query_table) all.erase("query_table");
     if (!args.kv_len) all.erase("kv_len");
+    if (!args.indices) all.erase("indices"), all.erase("index_len");
     return all;
   }
 };
@@ -439,6 +452,15 @@ const std::multimap<std::string, RunCase> kRuns{
     {"left_padding", with([](Everything& e) { e.padding[1] = 0; })},
     {"query_len", with([](Everything& e) { e.args.query_len = {}; })},
     {"query_len", with([](Everything& e) { e.used[0] = 1; })},
+    {"indices", with([](Everything& e) { e.named[40] = 6; })},
+    {"indices", with([](Everything& e) {  // the same for all kv heads
+       e.args.indices = Tensor(e.named.data(), {e.kTokens, 3});
+     })},
+    {"indices", with([](Everything& e) {
+       e.args.indices = Tensor(e.named.data(), {e.kTokens, e.kHeads, 2}, {12, 2, 1});
+     })},
+    {"index_len", with([](Everything& e) { e.args.index_len = {}; })},
+    {"index_len", with([](Everything& e) { e.named_len[3] = 1; })},
     {"skip_decode", with([](Everything& e) { e.args.skip_decode = true; })},
     {"dropout_seed", with([](Everything& e) { e.args.dropout_seed = {}; })},
     {"dropout_seed", with([](Everything& e) { e.args.dropout_seed.shape[0] = 1; })},
@@ -737,6 +759,10 @@ TEST(Agreement, RowsOfQueriesAreARanksOwnWhereQueriesAreSharded) {
   for (const bool sharded : {false, true}) {
     const Of kind = sharded ? Of::sharded_queries : Of::one_sequence;
     Everything one(kind), other(kind);
+    for (Everything* e : {&one, &other}) {  // they fit the rows
+      e->options.indices = {};
+      e->args.indices = e->args.index_len = {};
+    }
     other.args.q.shape[0] = 3;
     EXPECT_EQ(one.digest() == other.digest(), sharded);
   }

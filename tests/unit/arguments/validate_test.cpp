@@ -253,6 +253,8 @@ TEST(Validate, RanksCompareEveryOption) {
       {"rope.scale", [](Options& o) { o.rope.scale = 2; }},
       {"dropout.p", [](Options& o) { o.dropout.p = 0.5; }},
       {"dropout.first_head", [](Options& o) { o.dropout.first_head = 8; }},
+      {"indices.top_k", [](Options& o) { o.indices.top_k = 3; }},
+      {"indices.slots", [](Options& o) { o.indices.slots = true; }},
       {"max_tokens", [](Options& o) { o.limits.max_tokens = 9; }},
       {"max_batch", [](Options& o) { o.limits.max_batch = 9; }},
       {"max_kv_len", [](Options& o) { o.limits.max_kv_len = 9; }},

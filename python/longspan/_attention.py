@@ -138,6 +138,9 @@ def attend(
     dropout_sequences: Numbers | None = None,
     dropout_first_head: int = 0,
     values_in_keys: bool = False,
+    indices: Numbers | None = None,
+    topk_length: Numbers | None = None,
+    index_slots: bool = False,
     keys: Layout | Sharding = "contiguous",
     queries: Layout | Sharding | None = None,
     results: Part | Layout | Sharding = "all",
@@ -228,6 +231,12 @@ def attend(
         dropout_first_head: the number of the first head there, for a part of a model's heads.
         values_in_keys: v is the first columns of k, the same memory, on every rank (latent attention, MLA): where keys
             travel, each travels once, with its value. Without it such a v travels beside k.
+        indices: sparse attention: [tokens, columns] or with batch, the keys that each row sees, positions in its sequence; or
+            [tokens, kv_heads, columns] for each kv head. One below 0 or past the end is nobody, one that is given twice counts
+            twice. On every rank those of all rows; a rank attends to the keys that it holds. Masks are left out.
+        topk_length: [tokens] or [batch, tokens], how many of a row's indices count, the first ones.
+        index_slots: indices are rows of this rank's own cache, page * page size + row, in a k of pages without a block_table
+            (or rows of a dense k); each rank gives its own, and no lengths are needed.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
             parts in rank order. With total_keys or cache_seqlens these are the parts that
             longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
@@ -295,6 +304,8 @@ def attend(
         cache_seqlens = used_keys(k, cache_seqlens, seqused_k, k_new)
     if k_new is not None:
         cache_seqlens = _with_new_keys(cache_seqlens, k_new, cu_seqlens_q, cu_seqlens_k_new)
+    if index_slots is True and cache_seqlens is None and total_keys is None:
+        total_keys = 0  # nothing is read of it
     if rotary_dim is None:
         rotary_dim = _rotary_dim(q, rotary_cos, rope_theta, rope_scale)
     return _core.attend(
@@ -312,7 +323,8 @@ def attend(
         rope_theta=10000.0 if rope_theta is None else rope_theta, rope_scale=1.0 if rope_scale is None else rope_scale,
         causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
         dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
-        dropout_first_head=dropout_first_head, values_in_keys=values_in_keys)
+        dropout_first_head=dropout_first_head, values_in_keys=values_in_keys, indices=indices, topk_length=topk_length,
+        index_slots=index_slots)
 
 
 def _given_nothing(function, **more) -> dict:
@@ -337,6 +349,8 @@ class Attention:
         heads, kv_heads, head_dim, value_dim: sizes; where None, kv_heads is heads and value_dim is
             head_dim.
         values_in_keys: as in attend. A run may then leave v out (None).
+        top_k: above 0: each row of a run names the keys that it sees, at most so many (indices).
+        index_slots: as in attend.
         dtype: of the products: "float32", "float16" or "bfloat16", on CPUs also "float64"; or such a
             dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
         causal, causal_alignment, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
@@ -392,7 +406,8 @@ class Attention:
                  check_arrays: bool = False, profile: bool = False, tf32: bool = False,
                  fp8_products: bool = False, bf16_products: bool = False, ranks_per_node: int = 0,
                  gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0,
-                 dropout_p: float = 0.0, dropout_first_head: int = 0, values_in_keys: bool = False):
+                 dropout_p: float = 0.0, dropout_first_head: int = 0, values_in_keys: bool = False,
+                 top_k: int = 0, index_slots: bool = False):
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
@@ -407,7 +422,8 @@ class Attention:
             exchange=exchange, threads=threads, keys=keys, queries=queries, results=results, rotary_dim=rotary_dim,
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
             gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment,
-            dropout_p=dropout_p, dropout_first_head=dropout_first_head, values_in_keys=values_in_keys)
+            dropout_p=dropout_p, dropout_first_head=dropout_first_head, values_in_keys=values_in_keys, top_k=top_k,
+            index_slots=index_slots)
 
     def _values(self, k: Array, v: Array | None) -> Array | None:
         """v, or where it is left out the first columns of k."""
@@ -426,7 +442,8 @@ class Attention:
                  rotary_sin: Array | None = None, total_keys: int | None = None,
                  total_queries: int | None = None, key_table: Numbers | None = None,
                  query_table: Numbers | None = None, dropout_seed: Numbers | None = None,
-                 dropout_sequences: Numbers | None = None, skip_decode: bool = False,
+                 dropout_sequences: Numbers | None = None, indices: Numbers | None = None,
+                 topk_length: Numbers | None = None, skip_decode: bool = False,
                  return_lse: bool = False, out: Array | None = None, lse: Array | None = None,
                  stream: Stream | None = None) -> Any:
         """One run; arguments as in attend. `causal`: [batch] flags in place of the layer's.
@@ -449,7 +466,7 @@ class Attention:
             skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
-            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences)
+            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, indices=indices, topk_length=topk_length)
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
@@ -598,7 +615,7 @@ class Attention:
 
 
 _WITHOUT_GRADIENT = dict.fromkeys(("block_table", "k_new", "v_new", "q_descale", "k_descale", "v_descale", "out_scale",
-                                   "cache_batch_idx", "cu_seqlens_k_new"))
+                                   "cache_batch_idx", "cu_seqlens_k_new", "indices", "topk_length"))
 BACKWARD = _given_nothing(Attention.backward, return_lse=False, **_WITHOUT_GRADIENT)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from . import _core
 from ._attention import ALONE, attend
 from ._errors import InputError, UnsupportedError
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
@@ -149,10 +150,75 @@ def flash_mla(function: str, q: Array, k_cache: Array, block_table: Array | None
     """flash_mla_with_kvcache of FlashMLA, vLLM and SGLang: lse is [batch, heads, tokens]."""
     refuse(function, "rows of 656 bytes are not read; a cache of e4m3 with one scale is that of "
                      "flash_mla_with_kvcache_fp8, or longspan.attend with k_descale", is_fp8_kvcache=(is_fp8_kvcache, False))
-    refuse(function, "attention is dense here: leave it out", **{name: (value, None) for name, value in sparse.items()})
+    refuse(function, "a second cache is not read: leave it out",
+           **{name: (value, None) for name, value in sparse.items() if name.startswith("extra_")})
+    indices, sink, length = (sparse.get(name) for name in ("indices", "attn_sink", "topk_length"))
+    if indices is not None:
+        refuse(function, "q of fp8 is not read with indices", descale_q=(descale_q, None))
+        return _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, causal, sink, length, descale_k)
+    refuse(function, "it is of sparse attention, which indices ask for", attn_sink=(sink, None), topk_length=(length, None))
     out, lse = decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, _FLASH_MLA,
                       descale_q=descale_q, descale_k=descale_k)
     return out, contiguous(lse.swapaxes(1, 2))
+
+
+_SPARSE = {"topk_length": "topk_length", "index_len": "topk_length", "softmax_scale": "sm_scale", "sinks": "attn_sink"}
+
+
+def _lse(most, total):
+    """max + ln(sum) of states, without a warning for empty ones."""
+    if hasattr(most, "log"):
+        return most + total.log()
+    import numpy
+
+    with numpy.errstate(divide="ignore"):
+        return most + numpy.log(total)
+
+
+def _columns(head_dim_v, rows, name):
+    if isinstance(head_dim_v, bool) or not hasattr(head_dim_v, "__index__"):
+        raise TypeError(f"{name} is of type '{type(head_dim_v).__name__}'; an int is wanted")
+    if not 1 <= head_dim_v <= rows.shape[-1]:
+        raise InputError(f"{name} is {int(head_dim_v)} and rows have {rows.shape[-1]} columns: the values are the first of them")
+    return rows[..., :int(head_dim_v)]
+
+
+def _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, causal, sink, length, descale_k):
+    """FlashMLA's sparse decode: indices are rows of the cache, page * page_size + row."""
+    if causal:
+        raise UnsupportedError("causal with indices is not supported: leave out those of keys that a row must not see")
+    check_shape("q", q, (None,) * 4, "[batch, tokens, heads, head_dim]")
+    check_shape("k_cache", k_cache, (None, None, None, q.shape[3]), "[pages, page, kv_heads, head_dim]")
+    batch, tokens, heads, _ = q.shape
+    check_shape("indices", indices, (batch, tokens, None), "[batch, tokens, topk]")
+    if length is not None:
+        check_shape("topk_length", length, (batch,), "[batch]")
+        length = length.repeat_interleave(tokens) if hasattr(length, "repeat_interleave") else length.repeat(tokens)
+    try:
+        out, most, total = _core.sparse_attention(
+            q=q.reshape(batch * tokens, heads, q.shape[3]), k=k_cache, v=_columns(head_dim_v, k_cache, "head_dim_v"),
+            indices=indices.reshape(batch * tokens, indices.shape[2]), topk_length=length, index_slots=True, sinks=sink,
+            softmax_scale=softmax_scale, k_descale=_descale("descale_k", descale_k, k_cache, "k_cache", batch), out=None,
+            stream=None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _SPARSE | {"k": "k_cache", "softmax_scale": "softmax_scale"}) from None
+    lse = _lse(most, total).reshape(batch, tokens, heads)
+    return out.reshape(batch, tokens, heads, int(head_dim_v)), contiguous(lse.swapaxes(1, 2))
+
+
+def sparse_prefill(q: Array, kv: Array, indices: Array, sm_scale: float, d_v: int, attn_sink: Array | None,
+                   topk_length: Array | None) -> tuple[Array, Array, Array]:
+    """flash_mla_sparse_fwd of FlashMLA, vLLM and SGLang."""
+    check_shape("q", q, (None,) * 3, "[tokens, heads, head_dim]")
+    check_shape("kv", kv, (None, None, q.shape[2]), "[keys, kv_heads, head_dim]")
+    check_shape("indices", indices, (q.shape[0], kv.shape[1], None), "[tokens, kv_heads, topk]")
+    try:
+        out, most, total = _core.sparse_attention(
+            q=q, k=kv, v=_columns(d_v, kv, "d_v"), indices=indices, topk_length=topk_length, index_slots=False,
+            sinks=attn_sink, softmax_scale=sm_scale, k_descale=None, out=None, stream=None)
+    except TRANSLATED as error:
+        raise in_their_words(error, _SPARSE | {"k": "kv"}) from None
+    return out, most, _lse(most, total)
 
 
 def cutlass(q_nope: Array, q_pe: Array, cache: Array, seq_lens: Array, page_table: Array, scale: float,

@@ -19,7 +19,7 @@ import sys
 from . import _core
 from ._core import Communicator
 from ._errors import InputError, UnsupportedError
-from ._mla import FlashMLASchedMeta, cutlass, flash_mla
+from ._mla import FlashMLASchedMeta, cutlass, flash_mla, sparse_prefill
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 from ._serving import narrow_lse, wide_lse
 
@@ -539,14 +539,18 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array | None, 
         tile_scheduler_metadata, num_splits: not read: longspan plans each call by itself.
         softmax_scale: None is 1 / sqrt(head_dim), of the absorbed head_dim, as there.
         causal: token t of a sequence sees the keys up to its own position.
+        indices: sparse attention: [batch, tokens, topk] int32 rows of the cache, page * block_size + row, of any topk; below
+            0 or past the end is nobody. block_table and cache_seqlens are then not read, and may be None.
+        attn_sink: with indices, [heads] float32, a learned sink, which is in out and not in lse.
+        topk_length: with indices, [batch] int32, the first indices of each token that count.
 
     Returns:
         (out [batch, tokens, heads, head_dim_v], lse [batch, heads, tokens] float32, natural). A row that sees no key is 0
         and -inf; there its lse is +inf.
 
     Raises:
-        UnsupportedError: is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-            extra_topk_length: attention is dense here.
+        UnsupportedError: is_fp8_kvcache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length; causal with indices,
+            and attn_sink and topk_length without them.
 
     >>> import numpy as np
     >>> from longspan.vllm import flash_mla_with_kvcache, get_mla_metadata
@@ -561,6 +565,35 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array | None, 
                      softmax_scale, causal, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink,
                      extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
                      topk_length=topk_length, extra_topk_length=extra_topk_length)
+
+
+def flash_mla_sparse_fwd(q: Array, kv: Array, indices: Array, sm_scale: float, d_v: int = 512,
+                         attn_sink: Array | None = None,
+                         topk_length: Array | None = None) -> tuple[Array, Array, Array]:
+    """DeepSeek's sparse prefill: each token sees the rows of kv that its indices name.
+
+    Args:
+        q: [tokens, heads, head_dim], absorbed; any number of heads.
+        kv: [keys, kv_heads, head_dim], latent rows whose first d_v columns are the values.
+        indices: [tokens, kv_heads, topk] int32 rows of kv. One below 0 or past the end is nobody, and one that is given
+            twice counts twice. topk is any number.
+        sm_scale: factor of the scores; d_v: columns of a row that are its value.
+        attn_sink: [heads] float32, a learned sink, which is in out, and not in the others.
+        topk_length: [tokens] int32: the first indices of a token that count.
+
+    Returns:
+        (out [tokens, heads, d_v], max_logits [tokens, heads], lse [tokens, heads] float32, natural). A row that sees no key
+        is 0, and -inf in both; there its lse is +inf.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import flash_mla_sparse_fwd
+    >>> q, kv = np.random.default_rng(0).standard_normal((2, 100, 16, 576), dtype=np.float32)
+    >>> indices = np.random.default_rng(1).integers(-1, 100, (3, 1, 64), dtype=np.int32)
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q[:3], kv[:, :1], indices, 192 ** -0.5)
+    >>> out.shape, lse.shape
+    ((3, 16, 512), (3, 16))
+    """
+    return sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
 
 
 def get_mla_metadata_dense_fp8(cache_seqlens: Any = None, num_q_tokens_per_head_k: Any = None,
@@ -644,6 +677,7 @@ def sm100_cutlass_mla_decode(out: Array, lse: Array, q_nope: Array, q_pe: Array,
 
 
 __all__ = ["FlashMLASchedMeta", "context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce",
-           "flash_mla_with_kvcache", "flash_mla_with_kvcache_fp8", "get_mla_metadata", "get_mla_metadata_dense_fp8",
+           "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "flash_mla_with_kvcache_fp8", "get_mla_metadata",
+           "get_mla_metadata_dense_fp8",
            "mask_dcp_empty_shards_", "merge_attn_states", "sm100_cutlass_mla_decode",
            "sm100_cutlass_mla_get_workspace_size", "unified_attention"]

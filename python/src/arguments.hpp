@@ -43,7 +43,7 @@ struct Argument : nb::handle {
 /// Names of arguments, each once.
 class NameList {
  public:
-  static constexpr std::size_t kMost = 64;
+  static constexpr std::size_t kMost = 96;
 
   constexpr NameList() = default;
   constexpr NameList(std::initializer_list<const char*> names) {

@@ -22,10 +22,11 @@ namespace {
 /// Options that attend() finds by itself: from its arrays, or as flash-attention has them. Others
 /// keep their defaults.
 constexpr NameList kFound{
-    "heads",       "kv_heads",  "head_dim",       "value_dim",    "dtype",         "q_dtype",
-    "kv_dtype",    "out_dtype", "tf32",           "fp8_products", "bf16_products", "alibi",
-    "max_queries", "max_batch", "max_total_keys", "threads",      "check_arrays",  "profile",
-    "gradients",   "dout",      "max_qq_gradient"};
+    "heads",           "kv_heads",     "head_dim",    "value_dim", "dtype",
+    "q_dtype",         "kv_dtype",     "out_dtype",   "tf32",      "fp8_products",
+    "bf16_products",   "alibi",        "max_queries", "max_batch", "max_total_keys",
+    "threads",         "check_arrays", "profile",     "gradients", "dout",
+    "max_qq_gradient", "top_k"};
 
 constexpr NameList kAttend = [] {
   NameList names = kRun;
@@ -62,6 +63,9 @@ Options options_of(const AttendCall& call, const Arguments<kAttend>& given) {
   o.mask.causal = given.get<"causal">().ptr() == Py_True;
   o.score.alibi = Alibi::query;  // as flash-attention has it
   take_options<kOtherValues>(o, given);
+  const Tensor& indices = call.indices.tensor();
+  if (call.indices && indices.dims > 0)
+    o.indices.top_k = small(rounded_up(indices.shape[indices.dims - 1]), "the columns of indices");
   o.limits.max_kv_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_k">()));
   o.limits.max_query_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_q">()));
   const Tensor& lengths = call.cache_seqlens.tensor();

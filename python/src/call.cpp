@@ -50,6 +50,24 @@ bool is_part_of(const Tensor& v, const Tensor& k) {
          v.shape[v.dims - 1] <= k.shape[k.dims - 1];
 }
 
+/// [batch, tokens, ...], with `batched` queries, as [batch * tokens, ...].
+Tensor rows_of_batch(Tensor t, bool batched, const char* name) {
+  if (!batched || t.dims < 2) return t;
+  if (t.shape[0] > 1 && t.shape[1] > 0 && t.stride[0] != t.shape[1] * t.stride[1])
+    throw InputError(std::string(name) + " is " + shape_text(t) +
+                     " and its sequences do not follow each other in memory; copy it");
+  std::int64_t rows = 0;
+  if (__builtin_mul_overflow(t.shape[0], t.shape[1], &rows))
+    throw InputError(std::string(name) + " is " + shape_text(t) + ", more rows than 63 bits count");
+  for (int d = 1; d < t.dims; ++d) {
+    t.stride[d - 1] = t.stride[d];
+    t.shape[d - 1] = t.shape[d];
+  }
+  t.shape[0] = rows;
+  --t.dims;
+  return t;
+}
+
 /// Sequence b of a batch.
 Tensor sequence_of(Tensor t, std::int64_t b) {
   t.data =
@@ -217,6 +235,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       documents(given.get<"documents">(), DType::int64, stream),
       cache_leftpad(given.get<"cache_leftpad">(), DType::int32, stream),
       seqused_q(given.get<"seqused_q">(), DType::int32, stream),
+      indices(given.get<"indices">(), DType::int32, stream),
+      topk_length(given.get<"topk_length">(), DType::int32, stream),
       rotary_cos(given.get<"rotary_cos">()),
       rotary_sin(given.get<"rotary_sin">()),
       key_table(given.get<"key_table">(), DType::int64, stream),
@@ -264,7 +284,9 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
                                      : 1,
                  static_cast<bool>(k_new));
   }
-  if (batched() && keys.dims == 4 && !block_table && keys.shape[0] != rows.shape[0])
+  const bool may_be_pages = static_cast<bool>(indices);  // of which indices name rows
+  if (batched() && keys.dims == 4 && !block_table && !may_be_pages &&
+      keys.shape[0] != rows.shape[0])
     throw InputError("q is " + shape_text(rows) + " and k is " + shape_text(keys) +
                      ": the numbers of sequences differ");
   if (batched() && batch() == 0) leave_out_sequences();
@@ -275,8 +297,9 @@ void AttendCall::leave_out_sequences() {
   Tensor &keys = k.tensor(), &values = v.tensor();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
   values = {values.data, values.dtype, {0, heads, columns}, values.device};
-  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new,
-                       &k_new, &v_new, &documents, &cache_leftpad, &seqused_q})
+  for (Array* array :
+       {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new, &k_new, &v_new,
+        &documents, &cache_leftpad, &seqused_q, &indices, &topk_length})
     array->leave_out();
   // Scales and slopes of no sequence: nothing is multiplied by them, but fp8 has a scale.
   if (alibi_slopes.tensor().dims == 2) alibi_slopes.leave_out();
@@ -319,6 +342,8 @@ void AttendCall::check_gpu(int gpu) const {
                                                       {&documents, "documents"},
                                                       {&cache_leftpad, "cache_leftpad"},
                                                       {&seqused_q, "seqused_q"},
+                                                      {&indices, "indices"},
+                                                      {&topk_length, "topk_length"},
                                                       {&rotary_cos, "rotary_cos"},
                                                       {&rotary_sin, "rotary_sin"},
                                                       {&key_table, "key_table"},
@@ -415,6 +440,8 @@ AttentionArgs AttendCall::args() const {
   a.documents = documents.tensor();
   a.left_padding = cache_leftpad.tensor();
   a.query_len = seqused_q.tensor();
+  a.indices = rows_of_batch(indices.tensor(), batched(), "indices");
+  a.index_len = rows_of_batch(topk_length.tensor(), batched(), "topk_length");
   a.rope_cos = rotary_cos.tensor();
   a.rope_sin = rotary_sin.tensor();
   a.skip_decode = skip_decode;

@@ -51,6 +51,12 @@ class Ops {
     });
   }
 
+  /// call(ops, memory) with memory of bytes(ops).
+  template <class Bytes, class Callable>
+  void run_in_memory(const Bytes& bytes, Stream stream, const Callable& call) {
+    run([&](const ServingOps& ops) { call(ops, take(bytes(ops), stream)); });
+  }
+
  private:
   struct Memory {
     void* stream;
@@ -528,6 +534,77 @@ nb::object context_attention(const Arguments<kContext>& given) {
   return finished(call.out, call.lse, call.q, call.stream, call.return_lse);
 }
 
+/// Sparse attention by indices on one rank: out, with the sinks, and the max and the sum of the
+/// state, [tokens, heads], without them. With index_slots indices are rows of k, or of its pages.
+nb::object sparse_attention(Argument<"q"> q, Argument<"k"> k, Argument<"v"> v,
+                            Argument<"indices"> indices, Argument<"topk_length"> topk_length,
+                            Argument<"index_slots"> index_slots, Argument<"sinks"> sinks,
+                            Argument<"softmax_scale"> softmax_scale,
+                            Argument<"k_descale"> k_descale, Argument<"out"> given_out,
+                            Argument<"stream"> stream) {
+  const Array rows(q);
+  const Stream queue = stream_of(stream, rows.required());
+  const Array keys(k), values(v), named(indices, DType::int32, queue),
+      lengths(topk_length, DType::int32, queue), of_sinks(sinks, DType::fp32),
+      scale(k_descale, DType::fp32), own_out(given_out);
+  for (const Array* array : {&rows, &keys, &values, &own_out}) array->floats();
+  for (const Array* array : {&keys, &values, &named}) array->required();
+  check_same_gpu({{&rows, "q"},
+                  {&keys, "k"},
+                  {&values, "v"},
+                  {&named, "indices"},
+                  {&lengths, "topk_length"},
+                  {&of_sinks, "sinks"},
+                  {&scale, "k_descale"},
+                  {&own_out, "out"}});
+  const Tensor &t = rows.tensor(), &list = named.tensor(), &cache = values.tensor();
+  if (t.dims != 3 || cache.dims < 3 || list.dims < 2)
+    throw InputError(
+        "q, v and indices have " + std::to_string(t.dims) + ", " + std::to_string(cache.dims) +
+        " and " + std::to_string(list.dims) +
+        " dimensions; q is [tokens, heads, head_dim], v [keys, kv_heads, value_dim] or "
+        "pages, and indices [tokens, columns] or [tokens, kv_heads, columns]");
+  const std::int64_t value_dim = cache.shape[cache.dims - 1], columns = list.shape[list.dims - 1];
+  const std::array<std::int64_t, 4> shape{t.shape[0], t.shape[1], 1, value_dim};
+  const std::array<std::int64_t, 3> of_out{t.shape[0], t.shape[1], value_dim};
+  Result out = result_of(own_out, rows, of_out, t.dtype);
+  Result most(rows, {shape.data(), 2}, DType::fp32), sum(rows, {shape.data(), 2}, DType::fp32);
+  AttendState args{.q = t, .k = keys.tensor(), .v = cache};
+  args.mask = {};
+  args.max_query_len = 0;
+  if (!softmax_scale.is_none()) args.score.scale = single(softmax_scale, softmax_scale.kName);
+  args.index = {small(std::max<std::int64_t>(columns, 1), "the columns of indices"),
+                flag(index_slots)};
+  args.indices = list;
+  args.index_len = lengths.tensor();
+  args.k_scale = args.v_scale = scale.tensor();
+  if (!args.index.slots) args.total_keys = args.k.shape[0];
+  const auto up = [](std::size_t bytes) { return (bytes + 255) / 256 * 256; };
+  const std::size_t state =
+      up(ServingOps::state_bytes(shape[0], std::max<std::int64_t>(shape[1], 1), value_dim));
+  const std::size_t exported =
+      up(static_cast<std::size_t>(shape[0] * shape[1] * value_dim) * sizeof(float));
+  ops_for(rows).run_in_memory(
+      [&](const ServingOps& ops) { return state + exported + ops.workspace_bytes(args); }, queue,
+      [&](const ServingOps& ops, const Workspace& memory) {
+        auto* const data = static_cast<std::byte*>(memory.data);
+        args.state = {data, state};
+        args.workspace = {data + state + exported, memory.bytes - state - exported};
+        ops.attend_state(args, queue);
+        ops.finish_state({.state = args.state, .out = out.tensor(), .sinks = of_sinks.tensor()},
+                         queue);
+        const Device device = t.device;
+        ops.export_state(
+            {.state = args.state,
+             .output =
+                 Tensor(data + state, DType::fp32, {shape[0], shape[1], 1, value_dim}, device),
+             .max = Tensor(most.tensor().data, DType::fp32, {shape[0], shape[1], 1}, device),
+             .expsum = Tensor(sum.tensor().data, DType::fp32, {shape[0], shape[1], 1}, device)},
+            queue);
+      });
+  return nb::make_tuple(out.finish(), most.finish(), sum.finish());
+}
+
 void append_kv(Argument<"k"> k, Argument<"v"> v, Argument<"k_cache"> k_cache,
                Argument<"v_cache"> v_cache, Argument<"slot_mapping"> slot_mapping,
                Argument<"k_descale"> k_descale, Argument<"v_descale"> v_descale,
@@ -565,6 +642,7 @@ void bind_serving(nb::module_& m) {
                                                                            "segmented_attention");
   def_by_name(m, "reduce_segments", &reduce_segments, Function::paged);
   ManyArguments<&context_attention, kContext, Function::paged>::define(m, "context_attention");
+  def_by_name(m, "sparse_attention", &sparse_attention, Function::attend);
   def_by_name(m, "append_kv", &append_kv, Function::paged);
   m.def("forget_ops", [] {  // in the child of a fork their threads are the parent's
     for (auto& ops : all_ops()) static_cast<void>(ops.release());

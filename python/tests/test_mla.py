@@ -208,7 +208,7 @@ CASES = {
     "strides": (lambda: mla(k_cache=B.cache[:, ::-1]), INPUT, "k_cache|k is"),
     "causal": (lambda: mla(causal=1), TypeError, "^causal is of type 'int'"),
     **{name: (lambda name=name: mla(**{name: np.ones(2)}), UNSUPPORTED, f"^{name} is given")
-       for name in ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")},
+       for name in ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")},
     "is_fp8_kvcache": (lambda: mla(is_fp8_kvcache=True), UNSUPPORTED, "^is_fp8_kvcache is True"),
     "descale of no fp8": (lambda: sglang.flash_mla_with_kvcache(B.q, B.cache, B.table, B.lengths, VALUE, descale_k=np.ones(1)),
                           INPUT, "^descale_k is given"),

@@ -28,6 +28,7 @@ _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None,
     Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,
     float dropout_p=0.0, Tensor? dropout_seed=None,
+    Tensor? indices=None, Tensor? topk_length=None, bool index_slots=False,
     str keys='contiguous', str queries='', SymInt? total_keys=None,
     SymInt? total_queries=None, bool equal_lengths=False, bool invariant=False,
     str strategy='auto', str exchange='auto'"""

@@ -54,9 +54,9 @@ CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int
                       const Options& options, Device device) {
   const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
                          options.dtypes.of_kv(), batch};
-  const bool by_slots = options.indices.slots && k.dims >= 4;  // which need no table
-  const CacheView cache = table || by_slots ? view_pages(k, v, table, shape, device, "k", "v")
-                                            : view_contiguous(k, v, shape, device);
+  const CacheView cache = table                   ? view_pages(k, v, table, shape, device, "k", "v")
+                          : options.indices.slots ? view_slots(k, v, shape, device)
+                                                  : view_contiguous(k, v, shape, device);
   if (options.dtypes.compute == DType::fp64 && !(cache.k.dense() && cache.v.dense()))
     throw Unsupported(
         "pages of fp64 whose rows are in chunks (x-packed) are not supported: give pages [pages, "
@@ -75,6 +75,11 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
     throw Unsupported(
         "append to listed keys is not supported: their table says where the keys that are there "
         "stand, not where new ones go; write them with ServingOps::append_kv");
+  if (options.indices.slots && !a.block_table)
+    throw Unsupported(
+        "append to a cache whose rows indices name (slots) needs a block_table, which says where "
+        "new "
+        "keys go; or write them with ServingOps::append_kv");
   if (options.rope.dim > 0 && !a.new_v)
     throw Unsupported(
         "RoPE of new keys whose first columns are the values is not supported: the values would be "
@@ -110,7 +115,8 @@ void check_results(const AttentionArgs& r, bool grows) {
   if (r.lse) check_written(r.lse.tensor, "lse");
   if (r.lse) check_overlap(r.lse.tensor, "lse", r.out, "out");
   for (const auto& [in, name] : {std::pair{&r.q, "q"}, std::pair{&r.k, "k"}, std::pair{&r.v, "v"},
-                                 std::pair{&r.new_k, "new_k"}, std::pair{&r.new_v, "new_v"}}) {
+                                 std::pair{&r.new_k, "new_k"}, std::pair{&r.new_v, "new_v"},
+                                 std::pair{&r.indices, "indices"}}) {
     if (!*in) continue;
     check_overlap(r.out, "out", *in, name);
     if (r.lse) check_overlap(r.lse.tensor, "lse", *in, name);
@@ -144,6 +150,11 @@ void check_features(const AttentionArgs& args, const Options& options) {
     throw Unsupported(
         "query_len with new_k is not supported: the keys of rows that are not used would have no "
         "place; append the keys first");
+  if (options.indices.slots && options.rope.dim > 0 && !args.kv_len && args.total_keys == 0)
+    throw InputError(
+        "kv_len (or total_keys) is missing: indices are slots, and RoPE rotates the rows of q by "
+        "their "
+        "positions at the end of their sequence");
   if (args.skip_decode && (options.queries || options.results.part == ResultPart::rows))
     throw Unsupported(
         fmt::format("skip_decode with {} is not supported: a rank cannot leave out rows whose "

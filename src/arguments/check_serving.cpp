@@ -83,9 +83,9 @@ NamedKeys keys_of(const PagedAttention& args) {
 }
 NamedKeys keys_of(const AttendState& args) { return {args.k, args.v, "k", "v"}; }
 
-/// Whether rows name rows of pages, which need no table.
+/// Whether rows name rows of the cache.
 bool by_slots(const PagedAttention&) { return false; }
-bool by_slots(const AttendState& args) { return args.index.slots && args.k.dims >= 4; }
+bool by_slots(const AttendState& args) { return args.index.slots && !args.block_table; }
 
 /// Checks the inputs of all attention on one rank.
 template <class Args>
@@ -98,7 +98,8 @@ Checked check_inputs(const Args& args, const PagedShape& shape, Device device) {
   check_type(args.dtypes.query, args.q.dtype, "q");
   check_type(args.dtypes.kv, k.dtype, k_name);
   const CacheShape wanted{shape.kv_heads, shape.head_dim, shape.value_dim, k.dtype, arrays.batch};
-  const CacheView cache = args.block_table || by_slots(args)
+  const CacheView cache = by_slots(args) ? view_slots(k, v, wanted, device)
+                          : args.block_table
                               ? view_pages(k, v, args.block_table, wanted, device, k_name, v_name)
                               : view_contiguous(k, v, wanted, device);
   arrays.v_scale = scales_of_values(k, k_name, v, v_name, arrays.k_scale, arrays.v_scale,

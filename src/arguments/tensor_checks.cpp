@@ -505,4 +505,12 @@ CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, cons
   return view;
 }
 
+CacheView view_slots(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device) {
+  CacheView view = k.dims >= 4 ? view_pages(k, v, {}, shape, device, "k", "v")
+                               : view_contiguous(k, v, shape, device);
+  view.packed = false;
+  view.capacity = kMostCount;
+  return view;
+}
+
 }  // namespace longspan

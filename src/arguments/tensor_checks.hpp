@@ -176,4 +176,8 @@ void check_written_cache(const Tensor& k, const char* k_name, const Tensor& v, c
 CacheView view_pages(const Tensor& k, const Tensor& v, const Tensor& table, const CacheShape& shape,
                      Device device, const char* k_name, const char* v_name);
 
+/// Views a cache of which indices name rows (IndexOptions::slots): pages without a table, or
+/// contiguous keys. It has room for sequences of any length, since no length says where keys lie.
+CacheView view_slots(const Tensor& k, const Tensor& v, const CacheShape& shape, Device device);
+
 }  // namespace longspan

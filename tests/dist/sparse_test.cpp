@@ -522,6 +522,20 @@ TEST_F(SparseAttention, BadIndicesAreRefused) {
                           .dtypes = {.compute = fp32},
                           .limits = {.max_tokens = 3}});
   expect_refused("give Options::indices with top_k", [&] { dense.run(good); });
+  Options slots = o;
+  slots.indices.slots = true;
+  slots.rope.dim = 8;
+  Attention turned(alone, slots);
+  AttentionArgs given = good;
+  std::vector<float> values(96);
+  given.k = Tensor(keys.data(), {2, 3, 2, 8});
+  given.v = Tensor(values.data(), {2, 3, 2, 8});
+  EXPECT_NO_THROW(turned.run(given));
+  given.total_keys = 0;
+  expect_refused("RoPE rotates the rows of q", [&] { turned.run(given); });
+  given.total_keys = 5;
+  given.new_k = given.new_v = Tensor(queries.data(), {3, 2, 8});
+  expect_refused("needs a block_table", [&] { turned.run(given); });
   // In one call the most is that of the tensor.
   EXPECT_NO_THROW(attend(alone, good, {.dtypes = {.compute = fp32}}));
 }

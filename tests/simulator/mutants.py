@@ -246,23 +246,19 @@ MUTANTS = [
            old="near_ + i * kLevel",
            new="near_ + i / 2 * kLevel"),
     # ---- mla -----------------------------------------------------------------------------------
-    Mutant("mla-maxima-unmet", "kernels/cuda/mla/mla_in_order.cuh", "mla",
-           "Maxima of a tile are read before other warps have written theirs.",
-           old="    meet();\n"
-               "    const auto* tops",
-           new="    const auto* tops"),
+    Mutant("mla-products-unmet", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "Quarters of products are added before other warps have written theirs.",
+           old="      meet();\n"
+               "      weigh(",
+           new="      weigh("),
     Mutant("mla-weights-unmet", "kernels/cuda/mla/mla_in_order.cuh", "mla",
-           "Weights are multiplied, and sums added, before other warps have written theirs.",
-           old="    meet();\n"
-               "    const auto* sums",
-           new="    const auto* sums"),
-    Mutant("mla-weights-unfenced", "kernels/cuda/mla/mla_in_order.cuh", "mla",
-           "Tensor cores read weights that are stored without a fence.",
-           old="    sm90::fence_shared_stores();\n",
-           new=""),
+           "Weights are multiplied before other warps have written theirs.",
+           old="      meet();\n"
+               "      if (tile > 0) rescale(state);\n",
+           new="      if (tile > 0) rescale(state);\n"),
     Mutant("mla-tile-released-early", "kernels/cuda/mla/mla_in_order.cuh", "mla",
            "A tile is released before its values are multiplied.",
-           old="      multiply_values(o, tile);\n"
+           old="      multiply_values(state);\n"
                "      __syncwarp();\n"
                "      if (lane_ < kBoxes) {\n"
                "        BoxState<Traits> own = at_;\n"
@@ -275,15 +271,33 @@ MUTANTS = [
                "        own.advance(lane_);\n"
                "        shared_.free[own.stage].arrive();\n"
                "      }\n"
-               "      multiply_values(o, tile);\n"),
+               "      multiply_values(state);\n"),
     Mutant("mla-box-on-its-way", "kernels/cuda/mla/mla_in_order.cuh", "mla",
            "Keys are multiplied before their boxes have come.",
-           old="      shared_.full[at.stage].wait(at.parity);\n",
+           old="      await(2 * quarter_ + i);\n",
            new=""),
     Mutant("mla-queries-early", "kernels/cuda/mla/mla_in_order.cuh", "mla",
-           "A segment is multiplied before the queries have come.",
-           old="      if (first) shared_.has_queries[pieces.stage].wait(pieces.parity);\n",
+           "Queries are read before they have come.",
+           old="        shared_.has_queries[pieces.stage].wait(pieces.parity);\n",
            new=""),
+    Mutant("mla-queries-given-early", "kernels/cuda/mla/mla_in_order.cuh", "mla",
+           "The memory of queries that are still read is given to the next piece.",
+           old="  __device__ __forceinline__ void hold_queries() {\n"
+               "#pragma unroll\n"
+               "    for (int i = 0; i < kQuarterSteps; ++i) {\n"
+               "      const int step = quarter_ * kQuarterSteps + i;\n"
+               "      arch::load_matrices(q_[i], arch::shared_address(shared_.queries[step / 4]) +\n"
+               "                                     box_offset(lane_ % 16, step % 4 * 2 + lane_ / 16));\n"
+               "    }\n"
+               "    arrive(shared_.queries_free);\n",
+           new="  __device__ __forceinline__ void hold_queries() {\n"
+               "    arrive(shared_.queries_free);\n"
+               "#pragma unroll\n"
+               "    for (int i = 0; i < kQuarterSteps; ++i) {\n"
+               "      const int step = quarter_ * kQuarterSteps + i;\n"
+               "      arch::load_matrices(q_[i], arch::shared_address(shared_.queries[step / 4]) +\n"
+               "                                     box_offset(lane_ % 16, step % 4 * 2 + lane_ / 16));\n"
+               "    }\n"),
     Mutant("mla-keys-under-weights", "kernels/cuda/mla/mla_one_pass.cuh", "mla",
            "Weights are stored over keys that other warps' products still read.",
            old="    arch::named_sync(kGroupBarrier + kGroup, 128);\n",

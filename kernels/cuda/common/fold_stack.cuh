@@ -48,10 +48,45 @@ struct ThreadState {
       for (int q = 0; q < kQuads; ++q) {
         if (RowOf::row(q, 0) / 2 != r / 2) continue;
         const float4 stored = quad(q);
-        const float older[4] = {stored.x, stored.y, stored.z, stored.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[q][i] = folds[RowOf::row(q, i) % 2](older[i], o[q][i]);
+        const auto add = [&](int i, float older) {
+          o[q][i] = folds[RowOf::row(q, i) % 2](older, o[q][i]);
+        };
+        add(0, stored.x);
+        add(1, stored.y);
+        add(2, stored.z);
+        add(3, stored.w);
       }
+    }
+  }
+
+  /// The same bits with selections instead of branches, so that the rows fold side by side.
+  template <class Quad, class Row>
+  __device__ __forceinline__ void merge_by_selection(const Quad& quad, const Row& row) {
+    float ratio[kRows];
+    bool newer_leads[kRows], alone[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const Stats a = row(r), b = stats[r];
+      newer_leads[r] = is_empty(a) || (!is_empty(b) && !(a.max >= b.max));
+      alone[r] = is_empty(a) || is_empty(b);  // the side that leads is then the result
+      const Stats high = newer_leads[r] ? b : a, low = newer_leads[r] ? a : b;
+      ratio[r] = fold_ratio(low.max, high.max);
+      stats[r].max = is_empty(high) ? -infinity() : high.max;
+      stats[r].sum = alone[r] ? high.sum : ::fmaf(low.sum, ratio[r], high.sum);
+    }
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      const float4 stored = quad(q);
+      const auto add = [&](int i, float older) {
+        const int r = RowOf::row(q, i);
+        const float leading = newer_leads[r] ? o[q][i] : older;
+        const float other = newer_leads[r] ? older : o[q][i];
+        o[q][i] = alone[r] ? leading : ::fmaf(other, ratio[r], leading);
+      };
+      add(0, stored.x);
+      add(1, stored.y);
+      add(2, stored.z);
+      add(3, stored.w);
     }
   }
 };

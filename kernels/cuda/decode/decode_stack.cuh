@@ -7,11 +7,14 @@
 // stored once a warp.
 #pragma once
 
+#include "kernels/cuda/arch/peer.cuh"
 #include "kernels/cuda/common/fold_stack.cuh"
 
 namespace longspan::kernels::cuda {
 
-template <class State, int kThreads, int kLow>
+/// kAllFar: nothing waits in shared memory. A state is then requested whole before its first number
+/// is used. The compiler would rather save registers, so that one access to memory follows another.
+template <class State, int kThreads, int kLow, bool kAllFar = false>
 class DecodeStack {
   static constexpr int kLanesOfRow = 8;
   static constexpr int kPairs = State::kRows / 2;
@@ -70,12 +73,23 @@ class DecodeStack {
     }
   }
 
+  __device__ static Stats stats_of(const float4& two, int row) {
+    return row % 2 == 0 ? Stats{two.x, two.y} : Stats{two.z, two.w};
+  }
+  /// Loads from global memory, in the order of the calls.
+  __device__ __forceinline__ static float4 request(const float4& from) {
+    const uint4 four = arch::load_volatile(&from);
+    return make_float4(__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
+                       __uint_as_float(four.w));
+  }
+
   /// The slot of a level. A sparse tree has more levels than `depth`, but not more waiting states:
   /// in global memory a state's slot is the number of states that wait above it.
   __device__ float4* at(int level) const {
     const int i = level - kLow;
-    return i < near_levels_ ? near_ + i * kLevel
-                            : far_ + std::int64_t{__popc(waiting_ >> level >> 1)} * kLevel;
+    return !kAllFar && i < near_levels_
+               ? near_ + i * kLevel
+               : far_ + std::int64_t{__popc(waiting_ >> level >> 1)} * kLevel;
   }
 
   __device__ __forceinline__ void fold_low(State& newest, int level) {
@@ -83,7 +97,12 @@ class DecodeStack {
     for (int i = 0; i < kLow; ++i) {
       if (i >= level || (waiting_ >> i & 1) == 0) continue;
       waiting_ &= ~(1u << i);
-      newest.merge([&](int q) { return low_[i].quad(q); }, [&](int r) { return low_[i].stats[r]; });
+      const auto quad_of = [&](int q) { return low_[i].quad(q); };
+      const auto stats_of_row = [&](int r) { return low_[i].stats[r]; };
+      if constexpr (kAllFar)
+        newest.merge_by_selection(quad_of, stats_of_row);
+      else
+        newest.merge(quad_of, stats_of_row);
     }
   }
 
@@ -95,11 +114,18 @@ class DecodeStack {
       waiting_ &= waiting_ - 1;
       float4* level_of = at(lowest);
       __syncwarp();  // the scalars were written by other lanes
-      newest.merge([&](int q) { return quad(level_of, q); },
-                   [&](int row) {
-                     const float4 two = pair(level_of, row / 2);
-                     return row % 2 == 0 ? Stats{two.x, two.y} : Stats{two.z, two.w};
-                   });
+      if constexpr (kAllFar) {
+        float4 pairs[kPairs], quads[State::kQuads];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) pairs[i] = request(pair(level_of, i));
+#pragma unroll
+        for (int q = 0; q < State::kQuads; ++q) quads[q] = request(quad(level_of, q));
+        newest.merge_by_selection([&](int q) { return quads[q]; },
+                                  [&](int row) { return stats_of(pairs[row / 2], row); });
+      } else {
+        newest.merge([&](int q) { return quad(level_of, q); },
+                     [&](int row) { return stats_of(pair(level_of, row / 2), row); });
+      }
     }
   }
 

@@ -1,12 +1,13 @@
-// The consumer of few heads over latent keys, which is bound by reading them. Keys are the long
-// side of both products, so that 16 rows are not padded to the 64 of wgmma:
+// The consumer of few heads over latent keys, which is bound by reading them. It multiplies by
+// mma.sync, whose long side is 16: no row is padded, and a warp waits for no other's products, as
+// it would with wgmma. All eight warps share each tile:
 //
-//     S^T = K Q^T       64 keys x 16 rows, in registers
-//     O^T += V^T P^T    512 columns x 16 rows, in registers; V is K's tile again, transposed
+//     S = Q K^T         warp w has 32 keys and a quarter of the columns, for which it holds Q
+//     P = exp2(S - m)   warp w adds the quarters of rows 2w and 2w + 1, and weighs their keys
+//     O^T += V^T P^T    warp w has 64 columns of values: box w of K's tile, transposed
 //
 // A segment is two tiles, which fold one after the other, so its state has one shape; segments fold
-// in the fixed order (decode_stack.cuh). Two warpgroups make the same scores, and then each half of
-// the columns of values: what is between the products takes longer than they do.
+// in the fixed order (decode_stack.cuh).
 #pragma once
 
 #include "kernels/cuda/common/fold_stack.cuh"
@@ -23,19 +24,19 @@ struct MlaInOrderTraits {
   static constexpr int kLoaders = 96;
   static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and the scheduler warp
   static constexpr int kRows = 16;
-  static constexpr int kConsumerRegisters = 200, kProducerRegisters = 104;
-  static constexpr int kSlots = 24;  // boxes: what is left of the memory
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
+  static constexpr int kSlots = 22;  // boxes: what is left of the memory
 
   // What the scheduler asks for: TMA's smallest boxes, and tiles.
   static constexpr bool kPlain = false, kBiases = false;
   static constexpr int kTile = kBoxKeys, kTiles = kSegment / kTile;
   static constexpr int kStageKeys = kLatentTile, kKeyStages = kSegment / kLatentTile;
 
-  struct RowOf {  // quad = 2 * block of 64 columns + eight rows; rows 2t, 2t + 1 of each eight
+  struct RowOf {  // quad = 2 * 16 columns + eight rows; rows 2t, 2t + 1 of each eight
     __device__ static constexpr int row(int quad, int i) { return quad % 2 * 2 + i % 2; }
   };
-  using State = ThreadState<4, 2 * kHalfBoxes, RowOf>;
-  using Stack = DecodeStack<State, kThreads, 2>;
+  using State = ThreadState<4, 8, RowOf>;
+  using Stack = DecodeStack<State, kThreads, 2, true>;
 
   using Shared = MlaShared<MlaInOrderTraits>;
 };
@@ -45,7 +46,8 @@ class MlaInOrder {
   using Shared = typename Traits::Shared;
   using Element = typename Traits::Element;
   using State = typename Traits::State;
-  static constexpr int kMeet = 3;  // the barriers of the groups; the producers have 2
+  static constexpr int kMeet = 1;          // the barrier of the consumers; the producers have 2
+  static constexpr int kQuarterSteps = 9;  // of 16 columns, in a quarter of K's
 
  public:
   __device__ MlaInOrder(const AttendParams& p, const WorkPlan& plan, Shared& shared,
@@ -60,47 +62,84 @@ class MlaInOrder {
       shared_.full[at_.stage].wait(at_.parity);
       const DecodeSegment segment = shared_.segments[known.stage];
       if (!segment) break;
-      if (first) shared_.has_queries[pieces.stage].wait(pieces.parity);
+      if (first) {
+        shared_.has_queries[pieces.stage].wait(pieces.parity);
+        hold_queries();
+      }
       const int level = shared_.levels[known.stage];
       State state;
-      attend(state, pieces.stage, std::int64_t{segment.index} * kSegment,
-             level == Traits::Stack::kAll);
+      attend(state, pieces.stage, std::int64_t{segment.index} * kSegment);
       stack_.fold(state, level);
       first = level == Traits::Stack::kAll;
       if (!first) continue;
       store(shared_.piece[pieces.stage], state);
-      __syncwarp();
-      if (lane_ == 0) shared_.done[pieces.stage].arrive();
+      arrive(shared_.done[pieces.stage]);
       pieces.advance();
     }
   }
 
  private:
-  /// Synchronises the group.
-  __device__ __forceinline__ void meet() const { arch::named_sync(kMeet + group_, 128); }
+  __device__ __forceinline__ static void meet() { arch::named_sync(kMeet, Traits::kThreads); }
+  __device__ __forceinline__ void arrive(arch::Barrier& barrier) const {
+    __syncwarp();
+    if (lane_ == 0) barrier.arrive();
+  }
 
-  /// Row i of the four whose scores and values this thread has.
+  /// Row i of the four whose values this thread has.
   __device__ __forceinline__ int row_of(int i) const { return i / 2 * 8 + lane_ % 4 * 2 + i % 2; }
 
+  /// The address of box `box` of the tile.
+  __device__ __forceinline__ std::uint32_t box_of(int box) const {
+    const int stage = at_.stage + box;
+    return arch::shared_address(
+        shared_.box[stage < Traits::kSlots ? stage : stage - Traits::kSlots]);
+  }
+  __device__ __forceinline__ void await(int box) {
+    BoxState<Traits> at = at_;
+    at.advance(box);
+    shared_.full[at.stage].wait(at.parity);
+  }
+
+  // Operands are 16 x 16 elements. Lane l brings a row of one of their four matrices of 8 x 8. Of
+  // the second factor of a product, matrices follow each other along its rows; of the first factor
+  // along its columns, as do those of one that is transposed.
+
+  /// The row that a lane brings of a second factor, or of a transposed first one.
+  __device__ __forceinline__ int operand_row() const { return lane_ / 16 * 8 + lane_ % 8; }
+  /// The place of chunk `step` * 2, or the next one, in that row.
+  __device__ __forceinline__ std::uint32_t operand_offset(int row, int step) const {
+    return box_offset(row, step * 2 + lane_ / 8 % 2);
+  }
+
+  /// Loads the warp's quarter of the queries into registers, and frees their memory.
+  __device__ __forceinline__ void hold_queries() {
+#pragma unroll
+    for (int i = 0; i < kQuarterSteps; ++i) {
+      const int step = quarter_ * kQuarterSteps + i;
+      arch::load_matrices(q_[i], arch::shared_address(shared_.queries[step / 4]) +
+                                     box_offset(lane_ % 16, step % 4 * 2 + lane_ / 16));
+    }
+    arrive(shared_.queries_free);
+  }
+
   /// Computes the state of a segment, whose first local key is `first`.
-  __device__ __forceinline__ void attend(State& state, int slot, std::int64_t first, bool last) {
-    float o[kHalfBoxes][8], top[4], sum[4];
+  __device__ __forceinline__ void attend(State& state, int slot, std::int64_t first) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = -infinity();
+    for (auto& quad : state.o)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] = 0.0f;
+      for (float& one : quad) one = 0.0f;
+    float top = -infinity(), sum = 0.0f;  // of the row that this lane weighs
 #pragma unroll 1
     for (int tile = 0; tile < 2; ++tile) {
-      float s[8], ratio[4];
-      multiply_keys(s);
-      if (last && tile == 1) {
-        __syncwarp();
-        if (lane_ == 0) shared_.queries_free.arrive();
-      }
-      score(s, slot, first + tile * kLatentTile);
-      weigh(s, top, sum, ratio);
-      if (tile > 0) rescale(o, ratio);
-      multiply_values(o, tile);
+      multiply_keys();
+      const DecodeWorkTile& piece = shared_.piece[slot];
+      const Score score{piece.score_scale, p_.score.softcap};
+      const bool full = piece.view.full(first + tile * kLatentTile, kLatentTile);
+      meet();
+      weigh(score, full ? nullptr : &piece, slot, first + tile * kLatentTile, top, sum, tile);
+      meet();
+      if (tile > 0) rescale(state);
+      multiply_values(state);
       __syncwarp();
       if (lane_ < kBoxes) {
         BoxState<Traits> own = at_;
@@ -110,152 +149,144 @@ class MlaInOrder {
       at_.advance(kBoxes);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) state.stats[i] = {top[i], sum[i]};
-#pragma unroll
-    for (int q = 0; q < State::kQuads; ++q)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) state.o[q][i] = o[q / 2][q % 2 * 4 + i];
+    for (int i = 0; i < 4; ++i) state.stats[i] = shared_.stats[row_of(i)];
   }
 
-  /// Narrow products take longer than they keep the tensor cores busy. So a sum is made in four
-  /// chains, and the sums of all columns of values in turn.
-  __device__ __forceinline__ void multiply_keys(float (&s)[8]) {
-    constexpr int kRowBytes = Traits::kRows * 128;  // of a panel of queries
-    const std::uint64_t queries = sm90::opaque(sm90::operand(shared_.queries[0], kRowBytes));
-    float chain[4][8];
-    BoxState<Traits> at = at_;
+  /// Multiplies the warp's quarter of the columns: box 2 * quarter and the next two.
+  __device__ __forceinline__ void multiply_keys() {
+    std::uint32_t box[3];
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box, at.advance(1)) {
-      shared_.full[at.stage].wait(at.parity);
-      const std::uint64_t keys = sm90::operand(shared_.box[at.stage], kBoxBytes);
-      sm90::wgmma_begin();
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        sm90::multiply_16<Element, false>(chain[step], sm90::advance(keys, step * 32),
-                                          sm90::advance(queries, box * kRowBytes + step * 32),
-                                          box > 0);
+    for (int i = 0; i < 3; ++i) {
+      await(2 * quarter_ + i);
+      box[i] = box_of(2 * quarter_ + i);
     }
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
+    float s[4][4];  // [8 keys, elements]
 #pragma unroll
-    for (auto& one : chain) sm90::pin(one);
+    for (auto& eight : s)
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      s[i] = __fadd_rn(__fadd_rn(chain[0][i], chain[1][i]), __fadd_rn(chain[2][i], chain[3][i]));
+      for (float& one : eight) one = 0.0f;
+    const int row = first_key_ + operand_row();
+#pragma unroll
+    for (int i = 0; i < kQuarterSteps; ++i) {
+      const int step = quarter_ + i;  // from the first box on
+      const std::uint32_t keys = (step < 4   ? box[0]
+                                  : step < 8 ? box[1]
+                                             : box[2]) +
+                                 operand_offset(row, step % 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        std::uint32_t k[4];
+        arch::load_matrices(k, keys + half * 16 * 128);
+        arch::mma<Element>(s[2 * half], q_[i], k[0], k[1]);
+        arch::mma<Element>(s[2 * half + 1], q_[i], k[2], k[3]);
+      }
+    }
+#pragma unroll
+    for (int eight = 0; eight < 4; ++eight)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        *reinterpret_cast<float2*>(&shared_.products[quarter_][h * 8 + lane_ / 4]
+                                                    [first_key_ + eight * 8 + lane_ % 4 * 2]) =
+            make_float2(s[eight][2 * h], s[eight][2 * h + 1]);
   }
 
-  /// Products become scores in base 2, -inf where a row does not see the key.
-  __device__ __forceinline__ void score(float (&s)[8], int slot, std::int64_t first) const {
-    const DecodeWorkTile& piece = shared_.piece[slot];
-    const Score score{piece.score_scale, p_.score.softcap};
+  /// Products become weights of the lane's row and four keys, which go to shared memory as
+  /// [rows, keys]. Everything is reduced in one order: over the quarters of columns, over a lane's
+  /// keys, over the tiles, over the lanes. `masked`: the piece, if some row does not see some key.
+  __device__ __forceinline__ void weigh(const Score& score, const DecodeWorkTile* masked, int slot,
+                                        std::int64_t first, float& top, float& sum, int tile) {
+    const int row = warp_ * 2 + lane_ / 16, key = lane_ % 16 * 4;
+    float s[4];
+    add_quarters(s, row, key);
+    cap(s, score);
+    if (masked != nullptr) mask(s, masked->view, shared_.views[slot][row], first + key);
+    float most = fmaxf(fmaxf(s[0], s[1]), fmaxf(s[2], s[3]));
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float before = top;
+    top = fmaxf(before, most);
+    const float ratio = before == top ? 1.0f : arch::exp2_fast(__fadd_rn(before, -top));
+    const float from = top == -infinity() ? 0.0f : top;  // nothing visible: P = 0
+#pragma unroll
+    for (float& one : s) one = arch::exp2_fast(__fadd_rn(one, -from));
+    *reinterpret_cast<uint2*>(&shared_.weights[box_offset(row, key / 8) + key % 8 * 2]) =
+        make_uint2(arch::pack<Element>(s[0], s[1]), arch::pack<Element>(s[2], s[3]));
+    sum = __fmaf_rn(sum, ratio, __fadd_rn(__fadd_rn(s[0], s[1]), __fadd_rn(s[2], s[3])));
+    if (tile == 0) return;
+    float all = sum;
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) all = __fadd_rn(all, __shfl_xor_sync(~0u, all, step));
+    if (key > 0) return;
+    shared_.ratios[row] = ratio;
+    shared_.stats[row] = {top, all};
+  }
+
+  __device__ __forceinline__ void add_quarters(float (&s)[4], int row, int key) const {
+    float4 part[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      part[i] = *reinterpret_cast<const float4*>(&shared_.products[i][row][key]);
+    const auto whole = [](float a, float b, float c, float d) {
+      return __fadd_rn(__fadd_rn(a, b), __fadd_rn(c, d));
+    };
+    s[0] = whole(part[0].x, part[1].x, part[2].x, part[3].x);
+    s[1] = whole(part[0].y, part[1].y, part[2].y, part[3].y);
+    s[2] = whole(part[0].z, part[1].z, part[2].z, part[3].z);
+    s[3] = whole(part[0].w, part[1].w, part[2].w, part[3].w);
+  }
+
+  /// Products become scores in base 2.
+  __device__ __forceinline__ static void cap(float (&s)[4], const Score& score) {
     if (score.softcap == 0.0f) {
       const float factor = score.scale * kLog2E;
 #pragma unroll
       for (float& one : s) one *= factor;
     } else {
-      float copy[8];
+      float copy[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) copy[i] = s[i];
+      for (int i = 0; i < 4; ++i) copy[i] = s[i];
       cap_products(copy, score);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) s[i] = copy[i];
-    }
-    if (piece.view.full(first, kLatentTile)) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Interval row = shared_.views[slot][row_of(i)];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::int64_t key = first + warp_ % 4 * 16 + half * 8 + lane_ / 4;
-        if (!sees(piece.view, row, key)) s[i / 2 * 4 + half * 2 + i % 2] = -infinity();
-      }
+      for (int i = 0; i < 4; ++i) s[i] = copy[i];
     }
   }
 
-  /// Scores become weights, which go to shared memory as [rows, keys]. They are reduced in one
-  /// order: over a lane's keys, over the lanes, over the warps, over the tiles.
-  __device__ __forceinline__ void weigh(float (&s)[8], float (&top)[4], float (&sum)[4],
-                                        float (&ratio)[4]) {
-    const auto at = [&](int i, int half) -> float& { return s[i / 2 * 4 + half * 2 + i % 2]; };
+  /// Scores of keys from `key` on become -inf where the row does not see them.
+  __device__ __forceinline__ static void mask(float (&s)[4], const View& view, const Interval& row,
+                                              std::int64_t key) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float most = fmaxf(at(i, 0), at(i, 1));
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-      if (lane_ < 4) shared_.tops[warp_][row_of(i)] = most;
-    }
-    meet();
-    const auto* tops = &shared_.tops[group_ * 4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = row_of(i);
-      const float most =
-          fmaxf(fmaxf(tops[0][row], tops[1][row]), fmaxf(tops[2][row], tops[3][row]));
-      const float before = top[i];
-      top[i] = fmaxf(before, most);
-      ratio[i] = before == top[i] ? 1.0f : arch::exp2_fast(__fadd_rn(before, -top[i]));
-      const float from = top[i] == -infinity() ? 0.0f : top[i];  // nothing visible: P = 0
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        at(i, half) = arch::exp2_fast(__fadd_rn(at(i, half), -from));
-      float own = __fadd_rn(at(i, 0), at(i, 1));
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2)
-        own = __fadd_rn(own, __shfl_xor_sync(~0u, own, step));
-      if (lane_ < 4) shared_.sums[warp_][row] = own;
-    }
-    const std::uint32_t weights = arch::shared_address(shared_.weights[group_]);
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::uint32_t word = arch::transpose_matrix(
-            arch::pack<Element>(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-        arch::store_shared(
-            weights + box_offset(8 * j + lane_ / 4, 2 * (warp_ % 4) + half) + lane_ % 4 * 4, word);
-      }
-    sm90::fence_shared_stores();
-    meet();
-    const auto* sums = &shared_.sums[group_ * 4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = row_of(i);
-      const float tile =
-          __fadd_rn(__fadd_rn(sums[0][row], sums[1][row]), __fadd_rn(sums[2][row], sums[3][row]));
-      sum[i] = __fmaf_rn(sum[i], ratio[i], tile);
-    }
+    for (int i = 0; i < 4; ++i)
+      if (!sees(view, row, key + i)) s[i] = -infinity();
   }
 
-  __device__ __forceinline__ static void rescale(float (&o)[kHalfBoxes][8],
-                                                 const float (&ratio)[4]) {
+  __device__ __forceinline__ void rescale(State& state) const {
+    float ratio[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ratio[i] = shared_.ratios[row_of(i)];
     const bool same = ratio[0] == 1.0f && ratio[1] == 1.0f && ratio[2] == 1.0f && ratio[3] == 1.0f;
     if (__all_sync(~0u, same)) return;
 #pragma unroll
-    for (auto& box : o)
+    for (int q = 0; q < State::kQuads; ++q)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) box[i] = __fmul_rn(box[i], ratio[i / 4 * 2 + i % 2]);
+      for (int i = 0; i < 4; ++i)
+        state.o[q][i] = __fmul_rn(state.o[q][i], ratio[Traits::RowOf::row(q, i)]);
   }
 
-  __device__ __forceinline__ void multiply_values(float (&o)[kHalfBoxes][8], int tile) {
-    const std::uint64_t weights =
-        sm90::opaque(sm90::operand(shared_.weights[group_], Traits::kRows * 128));
-    std::uint64_t values[kHalfBoxes];
-    BoxState<Traits> at = at_;
-    at.advance(group_ * kHalfBoxes);
+  __device__ __forceinline__ void multiply_values(State& state) {
+    const std::uint32_t values = box_of(warp_);
+    const std::uint32_t weights = arch::shared_address(shared_.weights);
 #pragma unroll
-    for (int box = 0; box < kHalfBoxes; ++box, at.advance(1))
-      values[box] = sm90::operand(shared_.box[at.stage], kBoxBytes);
-    sm90::wgmma_begin();
+    for (int step = 0; step < 4; ++step) {  // of 16 keys
+      std::uint32_t p[4];
+      arch::load_matrices(p, weights + operand_offset(operand_row(), step));
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int box = 0; box < kHalfBoxes; ++box)
-        sm90::multiply_16<Element, true>(o[box], sm90::advance(values[box], step * 16 * 128),
-                                         sm90::advance(weights, step * 32), tile + step > 0);
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
-#pragma unroll
-    for (auto& box : o) sm90::pin(box);
+      for (int m = 0; m < 4; ++m) {  // of 16 columns
+        std::uint32_t v[4];
+        arch::load_matrices_transposed(v, values + operand_offset(step * 16 + operand_row(), m));
+        arch::mma<Element>(state.o[2 * m], v, p[0], p[1]);
+        arch::mma<Element>(state.o[2 * m + 1], v, p[2], p[3]);
+      }
+    }
   }
 
   __device__ __forceinline__ void store(const DecodeWorkTile& piece, const State& state) const {
@@ -268,12 +299,11 @@ class MlaInOrder {
       if (threadIdx.x < 4) to.stats() = state.stats[i];
       float* o = to.o();
 #pragma unroll
-      for (int box = 0; box < kHalfBoxes; ++box)
+      for (int m = 0; m < 4; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int d =
-              (group_ * kHalfBoxes + box) * kBoxColumns + warp_ % 4 * 16 + half * 8 + lane_ / 4;
-          if (d < to.columns) o[d] = state.o[2 * box + i / 2][half * 2 + i % 2];
+          const int d = warp_ * kBoxColumns + m * 16 + half * 8 + lane_ / 4;
+          if (d < to.columns) o[d] = state.o[2 * m + i / 2][half * 2 + i % 2];
         }
     }
   }
@@ -283,7 +313,8 @@ class MlaInOrder {
   Shared& shared_;
   typename Traits::Stack& stack_;
   const int warp_ = static_cast<int>(threadIdx.x) / 32, lane_ = static_cast<int>(threadIdx.x) % 32;
-  const int group_ = warp_ / 4;
+  const int quarter_ = warp_ % 4, first_key_ = warp_ / 4 * 32;  // of its part of S
+  std::uint32_t q_[kQuarterSteps][4];
   BoxState<Traits> at_;  // the first box of the tile
 };
 

@@ -283,7 +283,7 @@ class MlaOnePass {
     for (int h = 0; h < 2; ++h) {
       sum_[h] = __fadd_rn(sum_[h], __shfl_xor_sync(~0u, sum_[h], 1));
       sum_[h] = __fadd_rn(sum_[h], __shfl_xor_sync(~0u, sum_[h], 2));
-      if (kGroup == 1 && lane_ % 4 == 0) shared_.sums[0][row_of(h)] = sum_[h];
+      if (kGroup == 1 && lane_ % 4 == 0) shared_.sums[row_of(h)] = sum_[h];
     }
     arch::named_sync(kAllBarrier, Traits::kThreads);
 #pragma unroll
@@ -293,7 +293,7 @@ class MlaOnePass {
       const Target to =
           target_of(p_, plan_, piece.sequence, piece.work, packed_row(piece.work, row));
       if (kGroup == 0 && lane_ % 4 == 0)
-        to.stats() = {top_[h], __fadd_rn(sum_[h], shared_.sums[0][row])};
+        to.stats() = {top_[h], __fadd_rn(sum_[h], shared_.sums[row])};
       const int first = kGroup * kHalfBoxes * kBoxColumns + lane_ % 4 * 2;
 #pragma unroll
       for (int j = 0; j < 32; ++j)

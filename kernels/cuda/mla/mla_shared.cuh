@@ -52,14 +52,16 @@ struct alignas(1024) MlaShared {
 
   std::byte box[Traits::kSlots][kBoxBytes];  // a ring; a segment is two tiles of kBoxes
   std::byte queries[kBoxes][kRows * 128];
-  std::byte
-      weights[Traits::kInOrder ? 2 : 1]
-             [Traits::kInOrder ? kRows * 128 : 1024];  // in order:
-                                                       // P of a tile, [rows, keys], of each group
+  // In order: of a tile. P, and S by quarters of K's columns, are [rows, keys]. The rows of S are
+  // so long that lanes' stores of two keys lie in different banks.
+  std::byte weights[Traits::kInOrder ? kRows * 128 : 16];
+  float products[Traits::kInOrder ? 4 : 1][kRows][Traits::kInOrder ? kLatentTile + 8 : 4];
+  Stats stats[kRows];
+  float ratios[kRows];
 
-  // In order: of each warp. One pass: after each tile of a segment.
-  float tops[Traits::kInOrder ? 8 : 2][kRows];
-  float sums[Traits::kInOrder ? 8 : 1][kRows];
+  // One pass: after each tile of a segment.
+  float tops[2][kRows];
+  float sums[kRows];
   DecodeWorkTile piece[kPieces];
   Interval views[kPieces][kRows];
   arch::Barrier has_queries[kPieces], done[kPieces];

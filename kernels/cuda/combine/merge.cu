@@ -89,6 +89,13 @@ __global__ __launch_bounds__(kThreads) void merge_kernel(const __grid_constant__
   finish_row(p, p.states.dim, token, head, column, state, wide);
 }
 
+/// Whether the launch serves every row of the batch, so that no row's sequence need be searched:
+/// its reads of the batch's starts would follow one another.
+__device__ bool holds_only_short(const AttendParams& p, const WorkPlan& plan) {
+  return plan.lengths == Lengths::only_short && p.max_query_len > 0 &&
+         p.max_query_len <= kShortQuery;
+}
+
 /// Folds the splits of short sequences. A block takes some columns (blockIdx.y, threadIdx.x) of
 /// some rows (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and
 /// folds them alone; the rest of the tree goes through shared memory. kFinish writes the result
@@ -121,13 +128,17 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
       fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()),
                           [&](int i) { return taken.hold(first + i); });
   std::int64_t token = row / heads;  // of the whole batch
-  if (of_sequence > 0)
-    token = p.batch.first_row(sequence) + token % of_sequence;
-  else
-    sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
-  const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
-  const bool exists =
-      row <= last_row && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);
+  bool exists = row <= last_row;
+  if (of_sequence == 0 && holds_only_short(p, plan)) {
+    exists = exists && in_batch(p.batch, token);
+  } else {
+    if (of_sequence > 0)
+      token = p.batch.first_row(sequence) + token % of_sequence;
+    else
+      sequence = last_start(p.batch.size, token, [&](int b) { return p.batch.first_row(b); });
+    const std::int64_t q_len = p.batch.query_len(sequence, p.tokens);
+    exists = exists && token < p.batch.first_row(sequence) + q_len && serves(plan.lengths, q_len);
+  }
   const unsigned self = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   fold_threads(state, waiting, threadIdx.y, blockDim.y, self, blockDim.x);
   if (threadIdx.y != 0 || !exists) return;

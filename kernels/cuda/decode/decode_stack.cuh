@@ -12,9 +12,9 @@
 
 namespace longspan::kernels::cuda {
 
-/// kAllFar: nothing waits in shared memory. A state is then requested whole before its first number
-/// is used. The compiler would rather save registers, so that one access to memory follows another.
-template <class State, int kThreads, int kLow, bool kAllFar = false>
+/// kWhole: a state is requested whole before its first number is used, and rows fold side by side.
+/// The compiler would rather save registers, so that one access to memory follows another.
+template <class State, int kThreads, int kLow, bool kWhole = false>
 class DecodeStack {
   static constexpr int kLanesOfRow = 8;
   static constexpr int kPairs = State::kRows / 2;
@@ -77,7 +77,7 @@ class DecodeStack {
     return row % 2 == 0 ? Stats{two.x, two.y} : Stats{two.z, two.w};
   }
   /// Loads from global memory, in the order of the calls.
-  __device__ __forceinline__ static float4 request(const float4& from) {
+  __device__ __forceinline__ static float4 load_far(const float4& from) {
     const uint4 four = arch::load_volatile(&from);
     return make_float4(__uint_as_float(four.x), __uint_as_float(four.y), __uint_as_float(four.z),
                        __uint_as_float(four.w));
@@ -87,9 +87,8 @@ class DecodeStack {
   /// in global memory a state's slot is the number of states that wait above it.
   __device__ float4* at(int level) const {
     const int i = level - kLow;
-    return !kAllFar && i < near_levels_
-               ? near_ + i * kLevel
-               : far_ + std::int64_t{__popc(waiting_ >> level >> 1)} * kLevel;
+    return i < near_levels_ ? near_ + i * kLevel
+                            : far_ + std::int64_t{__popc(waiting_ >> level >> 1)} * kLevel;
   }
 
   __device__ __forceinline__ void fold_low(State& newest, int level) {
@@ -99,7 +98,7 @@ class DecodeStack {
       waiting_ &= ~(1u << i);
       const auto quad_of = [&](int q) { return low_[i].quad(q); };
       const auto stats_of_row = [&](int r) { return low_[i].stats[r]; };
-      if constexpr (kAllFar)
+      if constexpr (kWhole)
         newest.merge_by_selection(quad_of, stats_of_row);
       else
         newest.merge(quad_of, stats_of_row);
@@ -114,12 +113,18 @@ class DecodeStack {
       waiting_ &= waiting_ - 1;
       float4* level_of = at(lowest);
       __syncwarp();  // the scalars were written by other lanes
-      if constexpr (kAllFar) {
+      if constexpr (kWhole) {
         float4 pairs[kPairs], quads[State::kQuads];
+        const auto request = [&](const auto& load) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) pairs[i] = request(pair(level_of, i));
+          for (int i = 0; i < kPairs; ++i) pairs[i] = load(pair(level_of, i));
 #pragma unroll
-        for (int q = 0; q < State::kQuads; ++q) quads[q] = request(quad(level_of, q));
+          for (int q = 0; q < State::kQuads; ++q) quads[q] = load(quad(level_of, q));
+        };
+        if (lowest - kLow < near_levels_)
+          request([](const float4& from) { return from; });
+        else
+          request([](const float4& from) { return load_far(from); });
         newest.merge_by_selection([&](int q) { return quads[q]; },
                                   [&](int row) { return stats_of(pairs[row / 2], row); });
       } else {

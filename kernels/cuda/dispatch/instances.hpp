@@ -132,7 +132,7 @@ inline constexpr Instance kInstances[] = {
     {Family::hopper_in_order, Loader::any16, 64, 64, 128, 117'760},
     {Family::hopper_in_order, Loader::any16, 128, 128, 128, 232'448},
     {Family::mla, Loader::any16, 576, 512, 64, 231'424},
-    {Family::mla_in_order, Loader::any16, 576, 512, 16, 226'304},
+    {Family::mla_in_order, Loader::any16, 576, 512, 16, 193'536},
 };
 
 /// The shared memory of a block that every instance except Hopper's fits.

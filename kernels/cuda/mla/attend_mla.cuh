@@ -50,7 +50,10 @@ __global__ __launch_bounds__(Traits::kBlockThreads,
       sm90::take_registers<Traits::kConsumerRegisters>();
       arch::wait_for_kernels_before();
       if constexpr (Traits::kInOrder) {
-        typename Traits::Stack stack(nullptr, 0, plan.stack, plan.depth);
+        constexpr int kStack = sizeof(typename Traits::Shared);  // after it, more memory
+        const int near_levels =
+            (arch::dynamic_shared_bytes() - kStack) / static_cast<int>(Traits::Stack::kStateBytes);
+        typename Traits::Stack stack(memory + kStack, near_levels, plan.stack, plan.depth);
         MlaInOrder<Traits>(p, plan, shared, stack).run();
       } else if (threadIdx.x < 128) {
         MlaOnePass<Traits, 0>(p, plan, shared).run();
@@ -71,7 +74,10 @@ KernelShape mla_shape() {
                     .shared_bytes = kBytes,
                     .tile_rows = Traits::kRows,
                     .maps = mla_tensor_maps};
-  if constexpr (Traits::kInOrder) shape.state_bytes = Traits::Stack::kStateBytes;
+  if constexpr (Traits::kInOrder) {
+    shape.state_bytes = Traits::Stack::kStateBytes;
+    shape.near_levels = Traits::kNearLevels;
+  }
   return shape;
 }
 

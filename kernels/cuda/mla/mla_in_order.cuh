@@ -25,7 +25,9 @@ struct MlaInOrderTraits {
   static constexpr int kBlockThreads = kThreads + kLoaders + 32;  // and the scheduler warp
   static constexpr int kRows = 16;
   static constexpr int kConsumerRegisters = 208, kProducerRegisters = 88;
-  static constexpr int kSlots = 22;  // boxes: what is left of the memory
+  // Boxes: two tiles. More keys in flight would not come sooner, and reads of states would wait for
+  // them. The memory that is left holds the states of one level of the stack.
+  static constexpr int kSlots = 2 * kBoxes, kNearLevels = 1;
 
   // What the scheduler asks for: TMA's smallest boxes, and tiles.
   static constexpr bool kPlain = false, kBiases = false;

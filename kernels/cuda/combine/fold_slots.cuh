@@ -15,8 +15,8 @@ namespace longspan::kernels::cuda {
 
 /// Returns the root of the tree over 2^kLevels slots, `slot_bytes` apart. `stats` and `o` are those
 /// of the row in the first slot, o from the first column on. holds(i) is false if the ith slot was
-/// not written.
-template <int kLevels, class Holds>
+/// not written. kChoosy: that is known before, and such a slot is not read.
+template <int kLevels, bool kChoosy = false, class Holds>
 __device__ StateColumns<4> fold_slots(const void* stats, const void* o, std::uint64_t slot_bytes,
                                       const Holds& holds) {
   constexpr int kCount = 1 << kLevels;
@@ -26,9 +26,19 @@ __device__ StateColumns<4> fold_slots(const void* stats, const void* o, std::uin
     return static_cast<const std::byte*>(first) + static_cast<unsigned>(i) * slot_bytes;
   };
 #pragma unroll
-  for (int i = kCount; i-- > 0;) four[i] = arch::load_volatile(in_slot(o, i));
+  for (int i = kCount; i-- > 0;) {
+    if constexpr (kChoosy)
+      arch::load_volatile_if(holds(i), in_slot(o, i), four[i] = {});
+    else
+      four[i] = arch::load_volatile(in_slot(o, i));
+  }
 #pragma unroll
-  for (int i = kCount; i-- > 0;) two[i] = arch::load_volatile_two(in_slot(stats, i));
+  for (int i = kCount; i-- > 0;) {
+    if constexpr (kChoosy)
+      arch::load_volatile_if(holds(i), in_slot(stats, i), two[i] = {});
+    else
+      two[i] = arch::load_volatile_two(in_slot(stats, i));
+  }
   return fold_subtree<kLevels>(
       [&](int i) {
         const Stats stored{__uint_as_float(two[i].x), __uint_as_float(two[i].y)};

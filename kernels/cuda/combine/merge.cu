@@ -19,11 +19,13 @@
 namespace longspan::kernels::cuda {
 namespace {
 
-constexpr int kVector = 8;         // elements of a thread
-constexpr int kThreads = 256;      // most of a block
-constexpr int kFoldThreads = 256;  // most of a fold_parts block
-constexpr int kFoldLevels = 3;     // most levels that a thread of fold_parts folds alone
-constexpr int kFoldVector = 4;     // elements of a thread of fold_parts
+constexpr int kVector = 8;                // elements of a thread
+constexpr int kThreads = 256;             // most of a block
+constexpr int kFoldThreads = 256;         // most of a fold_parts block
+constexpr int kFoldLevels = 3;            // most levels that a thread of fold_parts folds alone
+constexpr int kFoldVector = 4;            // elements of a thread of fold_parts
+constexpr std::int64_t kMany = 16 << 20;  // bytes of splits that take longer than a read of which
+                                          // of them were written
 static_assert(kFoldThreads / 8 << kFoldLevels >= kMostSplits);
 using StatePiece = StateColumns<kVector>;
 
@@ -99,11 +101,11 @@ __device__ bool holds_only_short(const AttendParams& p, const WorkPlan& plan) {
 /// Folds the splits of short sequences. A block takes some columns (blockIdx.y, threadIdx.x) of
 /// some rows (blockIdx.x, threadIdx.z). A thread (threadIdx.y) loads 2^kLevels splits at once and
 /// folds them alone; the rest of the tree goes through shared memory. kFinish writes the result
-/// `m`.
+/// `m`. `choosy`: it first reads which splits were written, and then only those.
 template <int kLevels, bool kFinish>
 __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
     const __grid_constant__ AttendParams p, const __grid_constant__ WorkPlan plan,
-    const __grid_constant__ MergeParams m, bool wide) {
+    const __grid_constant__ MergeParams m, bool wide, bool choosy) {
   auto& waiting = arch::shared_variable<Waiting<kFoldThreads>>();
   const unsigned row = blockIdx.x * blockDim.z + threadIdx.z;
   const unsigned last_row = static_cast<unsigned>(plan.parts.rows) - 1;
@@ -124,9 +126,10 @@ __global__ __launch_bounds__(kFoldThreads) void fold_parts_kernel(
   const Stats* stats = parts.stats(first) + min(row, last_row);
   const float* from = parts.o(first, min(row, last_row)) + column;
   const TakenSplits taken(plan.numbers);
-  StateColumns<kFoldVector> state =
-      fold_slots<kLevels>(stats, from, static_cast<std::uint64_t>(parts.slot_bytes()),
-                          [&](int i) { return taken.hold(first + i); });
+  const auto holds = [&](int i) { return taken.hold(first + i); };
+  const auto bytes = static_cast<std::uint64_t>(parts.slot_bytes());
+  StateColumns<kFoldVector> state = choosy ? fold_slots<kLevels, true>(stats, from, bytes, holds)
+                                           : fold_slots<kLevels>(stats, from, bytes, holds);
   std::int64_t token = row / heads;  // of the whole batch
   bool exists = row <= last_row;
   if (of_sequence == 0 && holds_only_short(p, plan)) {
@@ -180,9 +183,11 @@ void launch_fold(const AttendParams& p, const WorkPlan& plan, const MergeParams&
   const int columns = all ? vectors : vectors % 8 == 0 ? 8 : vectors % 4 == 0 ? 4 : 2;
   const int rows = std::max(1, kFoldThreads / 2 / (columns * remainder));
   const dim3 grid(static_cast<unsigned>((plan.parts.rows + rows - 1) / rows), vectors / columns);
+  // If the lengths of a batch are even, most of its splits are not written.
+  const bool choosy = plan.numbers.where_uneven && plan.parts.slot_bytes() * plan.splits > kMany;
   for_levels<kFoldLevels>(alone, [&](auto levels) {
     launch_kernel(fold_parts_kernel<decltype(levels)::value, kFinish>,
-                  {grid, dim3(columns, remainder, rows), stream}, p, plan, m, wide);
+                  {grid, dim3(columns, remainder, rows), stream}, p, plan, m, wide, choosy);
   });
 }
 

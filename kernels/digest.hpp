@@ -37,7 +37,7 @@ struct DigestArray {
 };
 
 struct DigestParams {
-  static constexpr int kMostArrays = 24;
+  static constexpr int kMostArrays = 26;
   DigestArray arrays[kMostArrays] = {};
   int count = 0;
   std::uint64_t* words =

@@ -28,6 +28,7 @@ struct Batch {
   // of each sequence's; or null when size is 1
   const std::int32_t* whole_query_start = nullptr;
   const std::int32_t* left_padding = nullptr;  // [size] first keys that no row sees; or null
+  const std::int32_t* prefix = nullptr;        // [size] in place of Mask::prefix; or null
   // [size] used query rows on all ranks, the first ones of a sequence; or null: all. The others see
   // nothing.
   const std::int32_t* used_rows = nullptr;
@@ -41,6 +42,10 @@ struct Batch {
   }
   LONGSPAN_HD std::int64_t first_key(int b) const {
     return key_start ? key_start[b] : b * key_pitch;
+  }
+  /// The prefix of sequence b; `most` is that of the mask.
+  LONGSPAN_HD std::int64_t prefix_of(int b, std::int64_t most) const {
+    return prefix == nullptr || prefix[b] > most ? most : prefix[b];
   }
   LONGSPAN_HD std::int64_t padding(int b) const { return left_padding ? left_padding[b] : 0; }
   /// Whether a row may see less of a sequence than the mask lets it.
@@ -70,7 +75,9 @@ struct Geometry {
                   // whole_query_start, `length` is the number of rows of the one sequence on all
                   // ranks. It is not `listed`: the rows of a tile ascend
   Mask mask;
-  Documents documents;  // of each sequence
+  Documents documents;       // of each sequence
+  Ranges ranges;             // of each sequence, whose tokens see each other
+  bool only_prefix = false;  // CUDA: rows see only what Mask::prefix adds; otherwise only the rest
   Score score;
   WideScore wide_score;  // the same, for fp64
   Bias bias;
@@ -88,6 +95,8 @@ struct Geometry {
   LONGSPAN_HD bool is_causal(int b) const {
     return batch.causal != nullptr ? batch.causal[b] != 0 : mask.causal;
   }
+  /// Whether no row of sequence b sees a key after its own position.
+  LONGSPAN_HD bool sees_no_later_key(int b) const { return is_causal(b) && !ranges; }
   /// The query rows of sequence b on all ranks.
   LONGSPAN_HD std::int64_t whole_query_len(int b) const {
     if (queries.ranks == 1) return batch.query_len(b, tokens);
@@ -115,15 +124,23 @@ struct Geometry {
   LONGSPAN_HD MaskRule mask_rule(int b, std::int64_t kv_len) const {
     const std::int64_t padding = batch.padding(b);
     const bool lower_right = mask.alignment == Alignment::lower_right;
-    MaskRule rule{mask, documents.for_sequence(b), kv_len, lower_right ? kv_len : used_query_len(b),
-                  padding < kv_len ? padding : kv_len};
+    MaskRule rule{mask,
+                  documents.for_sequence(b),
+                  kv_len,
+                  lower_right ? kv_len : used_query_len(b),
+                  padding < kv_len ? padding : kv_len,
+                  ranges.for_sequence(b)};
     rule.mask.causal = is_causal(b);
+    rule.mask.prefix = batch.prefix_of(b, mask.prefix);
     return rule;
   }
+  /// Whether rows may see two intervals: their prefix is not part of the other one.
+  bool sees_prefix() const { return mask.prefix > 0 && (mask.window > 0 || mask.chunk > 0); }
   /// The positions that the query at `position` of sequence b sees. For CUDA, whose kernels take
-  /// one interval.
+  /// one interval: with a prefix one of two, as `only_prefix` says. Both ends ascend with the row.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {
-    return mask_rule(b, kv_len)(position).hull();
+    const MaskRule rule = mask_rule(b, kv_len);
+    return only_prefix ? rule.early(position) : rule.late(position);
   }
 
  private:

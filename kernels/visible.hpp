@@ -48,27 +48,55 @@ struct RowOrder {
   bool touches = false;
 };
 
-/// What the rows of one sequence see, by position: its mask, its documents and its padding. One
-/// function says it for all users. Rows that are not used see nothing.
+/// What the rows of one sequence see, by position: its mask, its bidirectional ranges, its
+/// documents and its padding. One function says it for all users. Rows that are not used see
+/// nothing.
+///
+/// Ranges add keys, and documents and padding take keys away. A row is within what its mask lets it
+/// see, or next to it, and within its range: both together are one interval, whose ends ascend too.
+/// A prefix is another interval, before it.
 struct MaskRule {
-  static constexpr int kIntervals = 1;
+  static constexpr int kIntervals = 2;  // the prefix, and the rest
 
-  Mask mask;  // with the causal flag of the sequence
+  Mask mask;  // with the causal flag and the prefix of the sequence
   Documents documents;
   std::int64_t kv_len = 0;     // keys of the sequence, on all ranks
   std::int64_t row_end = 0;    // the position behind the last used row
   std::int64_t first_key = 0;  // keys before it are padding; at most kv_len
+  Ranges ranges = {};
 
   /// The keys that the row at a position sees.
   LONGSPAN_HD RowKeys<kIntervals> operator()(std::int64_t position) const {
+    const Interval seen = late(position);
+    const Interval nothing{seen.end, seen.end};
+    if (mask.prefix == 0) return {{seen, nothing}};
+    const Interval before = early(position);
+    if (before.empty()) return {{seen, nothing}};
+    if (seen.empty()) return {{before, {before.end, before.end}}};
+    if (before.end == seen.begin) return {{{before.begin, seen.end}, nothing}};
+    return {{before, seen}};
+  }
+
+  /// What it sees by the bounds on the left, and by its range. Both ends ascend with the row.
+  LONGSPAN_HD Interval late(std::int64_t position) const {
     // The others see an empty interval, at the end of what the last used row sees.
     const bool is_used = position < row_end;
-    if (!is_used) position = row_end - 1;
-    Interval seen = in_document(mask.visible(position, kv_len), position);
-    if (seen.begin < first_key) seen.begin = first_key;
+    Interval seen = seen_by_used(is_used ? position : row_end - 1);
     if (!is_used && seen.begin < seen.end) seen.begin = seen.end;
-    return {{seen}};
+    return seen;
   }
+  /// The keys of the prefix before them. Both ends ascend too.
+  LONGSPAN_HD Interval early(std::int64_t position) const {
+    const bool is_used = position < row_end;
+    if (!is_used) position = row_end - 1;
+    std::int64_t end = seen_by_used(position).begin;
+    if (mask.prefix < end) end = mask.prefix;
+    const std::int64_t last = mask.visible(position, kv_len, first_key).end;
+    if (last < end) end = last;
+    if (end < 0) end = 0;
+    return {is_used && first_key < end ? first_key : end, end};
+  }
+
   /// The other way round: the rows, from position 0 on, that see the key at a position.
   RowKeys<kIntervals> rows_that_see(std::int64_t position) const {
     // Padding has no rows, and their place is the first row that sees the key behind it.
@@ -79,10 +107,24 @@ struct MaskRule {
       rows.begin = position;
     else if (mask.right >= 0 && position > mask.right)
       rows.begin = position - mask.right;
-    if (mask.window > 0 && position + mask.window < row_end) rows.end = position + mask.window;
+    const bool is_kept = position < mask.prefix;  // whatever the bounds on the left say
+    if (!is_kept && mask.window > 0 && position + mask.window < row_end)
+      rows.end = position + mask.window;
+    if (mask.chunk > 0) {
+      const std::int64_t past = mask.chunks_of(position, first_key).end;
+      const std::int64_t end = past + mask.lookback * mask.chunk;
+      if (past - mask.chunk > rows.begin) rows.begin = past - mask.chunk;
+      if (!is_kept && end < rows.end) rows.end = end;
+    }
+    if (ranges) {
+      const Interval own = ranges.around(position);
+      if (!own.empty() && own.begin < rows.begin) rows.begin = own.begin;
+      if (!own.empty() && own.end > rows.end && !mask.clamp_ranges)
+        rows.end = own.end < row_end ? own.end : row_end;
+    }
     rows = in_document(rows, position);
     if (is_padding) rows.end = rows.begin;
-    return {{rows}};
+    return {{rows, {rows.end, rows.end}}};
   }
 
   /// The position of the first of the sequence's `rows` query rows.
@@ -92,9 +134,24 @@ struct MaskRule {
 
   /// The order of rows, or of keys, whose positions ascend. `consecutive`: none is left out between
   /// them.
-  LONGSPAN_HD static constexpr RowOrder order(bool consecutive) { return {true, consecutive}; }
+  LONGSPAN_HD RowOrder order(bool consecutive) const {
+    return mask.prefix > 0 ? RowOrder{} : RowOrder{true, consecutive};
+  }
 
  private:
+  LONGSPAN_HD Interval seen_by_used(std::int64_t position) const {
+    Interval seen = mask.visible(position, kv_len, first_key);
+    if (ranges) {
+      const Interval own = ranges.around(position);
+      if (!own.empty() && own.begin < seen.begin && !mask.clamp_ranges)
+        seen.begin = own.begin > 0 ? own.begin : 0;
+      if (!own.empty() && own.end > seen.end) seen.end = own.end < kv_len ? own.end : kv_len;
+    }
+    seen = in_document(seen, position);
+    if (seen.begin < first_key) seen.begin = first_key;
+    return seen;
+  }
+
   /// The part of `seen` in the document of a position.
   LONGSPAN_HD Interval in_document(Interval seen, std::int64_t position) const {
     if (documents) {
@@ -119,6 +176,7 @@ RowKeys<kCount> in_shard(const RowKeys<kCount>& keys, const Shard& shard, std::i
   int last = 0;
   local.part[0] = {cut(keys.part[0].begin), cut(keys.part[0].end)};
   for (int i = 1; i < kCount; ++i) {
+    if (keys.part[i].empty()) continue;
     // If the rank holds no keys of one interval, or none between two, fewer are left.
     const Interval next{cut(keys.part[i].begin), cut(keys.part[i].end)};
     if (local.part[last].empty())

@@ -182,7 +182,7 @@ class Visible {
 
   bool listed() const { return rows_.listed(); }
   /// Whether keys() of one row is exactly what it sees of the segment.
-  bool sees_intervals() const { return !listed() && MaskRule::kIntervals == 1; }
+  bool sees_intervals() const { return !listed() && rows_.order().ascends; }
 
   /// Sets the scores of keys in `range` that the row does not see to -inf.
   template <class Real>

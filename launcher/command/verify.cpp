@@ -26,6 +26,13 @@ std::string features(const Problem& p) {
   if (!p.qq_bias.empty()) text += " qq_bias";
   if (!p.causal.empty()) text += fmt::format(" causal of each {}", p.causal);
   if (!p.documents.empty()) text += fmt::format(" documents {}", p.documents);
+  if (p.options.mask.chunk > 0)
+    text += fmt::format(" chunk {} lookback {}", p.options.mask.chunk, p.options.mask.lookback);
+  if (p.options.mask.prefix > 0)
+    text += fmt::format(" prefix {} {}", p.options.mask.prefix, p.prefix);
+  if (!p.bidirectional.empty())
+    text += fmt::format(" bidirectional {}{}", p.bidirectional,
+                        p.options.mask.clamp_ranges ? " clamped" : "");
   if (!p.left_padding.empty()) text += fmt::format(" left padding {}", p.left_padding);
   if (!p.indices.empty())
     text += fmt::format(" {} lists of {} indices{} by {}", p.lists, p.index_columns(),

@@ -26,22 +26,58 @@ namespace longspan::launcher {
 
 using RowMajor = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
+/// The keys of a prefix that the query at `position` sees: the first mask.prefix keys, as far as
+/// window, chunks and lookback hide them only because they are too far on the left.
+inline Interval seen_prefix(Mask mask, std::int64_t position, std::int64_t kv_len,
+                            std::int64_t first_key) {
+  Interval seen{first_key, std::min(kv_len, mask.prefix)};
+  if (mask.causal) seen.end = std::min(seen.end, position + 1);
+  if (!mask.causal && mask.right >= 0) seen.end = std::min(seen.end, position + mask.right + 1);
+  if (mask.chunk > 0 && position < first_key) seen.end = std::min(seen.end, first_key);
+  if (mask.chunk > 0 && position >= first_key)
+    seen.end =
+        std::min(seen.end, first_key + ((position - first_key) / mask.chunk + 1) * mask.chunk);
+  return seen;
+}
+
 /// The keys that the query at `position` of a sequence of `kv_len` keys sees: those j with
 ///
 ///     0 <= j < kv_len,   causal: j <= position,   window w > 0: position - j < w,
 ///     right r >= 0, not causal: j - position <= r,   first_key <= j,
+///     chunk c > 0: their chunks, floor((j - first_key) / c), are equal, or that of j is one of the
+///     `lookback` before
 ///
-/// and of the query's document. Document d of `documents`, if given, has the positions from
-/// documents[d] up to documents[d + 1]. A position outside of all sees nothing.
+/// or in the range of the query, if some range [ranges[2 r], ranges[2 r + 1]) has it. With
+/// clamp_ranges such a key must obey window and chunk too, on the left. In either case it is in the
+/// sequence, no padding, and of the query's document. With a prefix this is an interval that holds
+/// them; hide_unseen says which others it holds. Document d of `documents`, if given, has the
+/// positions from documents[d] up to documents[d + 1]. A position outside of all sees nothing.
 inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t kv_len,
-                          std::span<const std::int64_t> documents = {},
-                          std::int64_t first_key = 0) {
+                          std::span<const std::int64_t> documents = {}, std::int64_t first_key = 0,
+                          std::span<const std::int64_t> ranges = {}) {
   Interval seen{first_key, kv_len};
+  if (const Interval early = seen_prefix(mask, position, kv_len, first_key); !early.empty()) {
+    Mask rest = mask;
+    rest.prefix = 0;
+    const Interval late = seen_keys(rest, position, kv_len, documents, first_key, ranges);
+    return {first_key, late.empty() ? early.end : std::max(early.end, late.end)};
+  }
   const auto no_earlier = [&](std::int64_t first) { seen.begin = std::max(seen.begin, first); };
   const auto no_later = [&](std::int64_t last) { seen.end = std::min(seen.end, last + 1); };
   if (mask.causal) no_later(position);
   if (!mask.causal && mask.right >= 0) no_later(position + mask.right);
   if (mask.window > 0) no_earlier(position - mask.window + 1);
+  if (mask.chunk > 0) {
+    const std::int64_t number =
+        position < first_key ? -1 : (position - first_key) / mask.chunk;  // padding sees nothing
+    no_earlier(first_key + (number - mask.lookback) * mask.chunk);
+    no_later(first_key + (number + 1) * mask.chunk - 1);
+  }
+  for (std::size_t r = 0; r + 1 < ranges.size(); r += 2) {
+    if (position < ranges[r] || position >= ranges[r + 1]) continue;
+    if (!mask.clamp_ranges) seen.begin = std::max(first_key, std::min(seen.begin, ranges[r]));
+    seen.end = std::min(kv_len, std::max(seen.end, ranges[r + 1]));
+  }
   if (documents.empty()) return seen;
   for (std::size_t d = 0; d + 1 < documents.size(); ++d) {
     if (position < documents[d] || position >= documents[d + 1]) continue;
@@ -50,6 +86,22 @@ inline Interval seen_keys(const Mask& mask, std::int64_t position, std::int64_t 
     return seen;
   }
   return {position, position};
+}
+
+/// Hides keys between the prefix and the other keys that the query at `position` sees, in its bias
+/// [kv_len], which is made if there is none.
+inline void hide_unseen(std::vector<double>& bias, const Mask& mask, std::int64_t position,
+                        std::int64_t kv_len, std::int64_t first_key = 0,
+                        std::span<const std::int64_t> ranges = {}) {
+  if (mask.prefix == 0) return;
+  bias.resize(static_cast<std::size_t>(kv_len));
+  Mask rest = mask;
+  rest.prefix = 0;
+  const Interval early = seen_prefix(mask, position, kv_len, first_key);
+  const Interval late = seen_keys(rest, position, kv_len, {}, first_key, ranges);
+  for (std::int64_t j = 0; j < kv_len; ++j)
+    if (!early.contains(j) && !late.contains(j))
+      bias[static_cast<std::size_t>(j)] = -std::numeric_limits<double>::infinity();
 }
 
 /// The starts of sequence b in those of a batch of `sequences`, [batch, count + 1].

@@ -91,6 +91,7 @@ void add_plan_options(CLI::App& app, PlanOptions& o) {
                  "How many keys a row sees up to its own position, that one included")
       ->transform(whole(std::int64_t{1}, std::int64_t{1} << 40))
       ->group(work);
+  add_chunks(app, o.mask, work);
   add_alignment(app, o.mask.alignment, work);
   app.add_option("--top-k", o.top_k, "Sparse attention: how many keys each row names")
       ->transform(whole(1, 1 << 24))

@@ -208,6 +208,12 @@ void add_run_options(CLI::App& app, RunOptions& o, std::string& check) {
          "Sparse attention: each row sees so many keys of its sequence, drawn from the seed")
       ->transform(whole(1, 1 << 24))
       ->group(attention);
+  add_chunks(app, o.mask, attention);
+  app.add_option("--bidirectional", o.bidirectional,
+                 "Ranges of positions in every sequence whose tokens see each other, each by its "
+                 "begin and its end, ascending")
+      ->transform(whole(std::int64_t{0}, kMostRows))
+      ->group(attention);
   app.add_option("--documents", o.documents,
                  "Starts of documents in every sequence, ascending, and the end of the last: a row "
                  "sees keys of its own document")

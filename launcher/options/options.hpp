@@ -54,6 +54,7 @@ struct RunOptions {
   DropoutOptions dropout;
   std::optional<std::int64_t> dropout_seed;  // of its mask; the seed of inputs, if not given
   std::vector<std::int64_t> documents;       // their starts and the end, in every sequence
+  std::vector<std::int64_t> bidirectional;   // ranges of every sequence: begin, end ...
   std::vector<std::int64_t> left_padding;    // of each sequence, or one number for all
   int top_k = 0;                             // keys that a row names; 0: the mask says what it sees
   bool fp8_products = false;

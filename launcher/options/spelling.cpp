@@ -87,4 +87,20 @@ void add_alignment(CLI::App& app, Alignment& alignment, const std::string& group
       ->group(group);
 }
 
+void add_chunks(CLI::App& app, Mask& mask, const std::string& group) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  CLI::Option* const chunk =
+      app.add_option("--chunk", mask.chunk, "Keys of a chunk: a row sees those of its own chunk")
+          ->transform(whole(std::int64_t{1}, kMost))
+          ->group(group);
+  app.add_option("--lookback", mask.lookback, "How many chunks before its own a row sees too")
+      ->transform(whole(std::int64_t{0}, kMost))
+      ->needs(chunk)
+      ->group(group);
+  app.add_option("--prefix", mask.prefix,
+                 "How many first keys a row sees whatever --window and --chunk say")
+      ->transform(whole(std::int64_t{0}, kMost))
+      ->group(group);
+}
+
 }  // namespace longspan::launcher

@@ -25,4 +25,7 @@ CLI::Validator one_of(std::vector<std::string> words);
 /// Adds --causal-alignment.
 void add_alignment(CLI::App& app, Alignment& alignment, const std::string& group);
 
+/// Adds --chunk, --lookback and --prefix.
+void add_chunks(CLI::App& app, Mask& mask, const std::string& group);
+
 }  // namespace longspan::launcher

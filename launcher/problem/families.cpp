@@ -169,9 +169,17 @@ Family shards(const Sweep& sweep) {
 
 Family masks(const Sweep& sweep) {
   Family family;
-  const Mask all[] = {
-      {.causal = true}, {.window = 1}, {.window = 100},           {.causal = true, .window = 150},
-      {.right = 0},     {.right = 3},  {.window = 40, .right = 5}};
+  const Mask all[] = {{.causal = true},
+                      {.window = 1},
+                      {.window = 100},
+                      {.causal = true, .window = 150},
+                      {.right = 0},
+                      {.right = 3},
+                      {.window = 40, .right = 5},
+                      {.causal = true, .chunk = 100},
+                      {.causal = true, .window = 170, .chunk = 90, .lookback = 1},
+                      {.chunk = 64, .lookback = 2},
+                      {.causal = true, .window = 60, .prefix = 90}};
   for (DType dtype : kDTypes) {
     for (const Mask& mask : all) {
       for (const LengthList& q_lens : {LengthList{7}, LengthList{150}}) {
@@ -179,6 +187,14 @@ Family masks(const Sweep& sweep) {
         p.options.mask = mask;
         family.problems.push_back(std::move(p));
       }
+    }
+    for (const Mask& mask : {Mask{.causal = true}, Mask{.causal = true, .window = 90},
+                             Mask{.causal = true, .window = 90, .clamp_ranges = true},
+                             Mask{.causal = true, .chunk = 80, .prefix = 200}}) {
+      Problem p = make(sweep, {.dtype = dtype, .q_lens = {300}, .kv_lens = {700}}, 302);
+      p.options.mask = mask;
+      p.bidirectional = {0, 450, 470, 600, 600, 600, 650, 699};
+      family.problems.push_back(std::move(p));
     }
     // More rows than keys: the first rows are before the sequence.
     Problem p = make(sweep, {.dtype = dtype, .q_lens = {90}, .kv_lens = {50}}, 301);
@@ -436,6 +452,33 @@ void take_documents(Problem& p, std::uint64_t seed) {
   }
 }
 
+/// Cuts keys into chunks.
+void take_chunks(Problem& p, Random& random) {
+  p.options.mask.chunk = 1 + below(random, 400);
+  p.options.mask.lookback = below(random, 3);
+}
+
+/// Keeps first keys, which differ between the sequences of a batch. Not with documents.
+void take_prefix(Problem& p, Random& random) {
+  if (!p.documents.empty()) return;
+  p.options.mask.prefix = 1 + below(random, 200);
+  if (below(random, 2) == 0) return;
+  for (int b = 0; b < p.batch(); ++b)
+    p.prefix.push_back(below(random, static_cast<int>(p.options.mask.prefix) + 1));
+}
+
+/// Gives each sequence 3 bidirectional ranges, of which some may be empty.
+void take_ranges(Problem& p, std::uint64_t seed) {
+  Random random(seed);
+  p.options.mask.clamp_ranges = below(random, 2) == 0;
+  for (const std::int32_t length : p.kv_lens) {
+    std::vector<std::int64_t> bounds(6);
+    for (std::int64_t& bound : bounds) bound = below(random, length + 1);
+    std::sort(bounds.begin(), bounds.end());
+    p.bidirectional.insert(p.bidirectional.end(), bounds.begin(), bounds.end());
+  }
+}
+
 /// Pads each sequence on the left.
 void take_padding(Problem& p, std::uint64_t seed) {
   Random random(seed);
@@ -559,6 +602,9 @@ Family serving(const Sweep& sweep) {
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));
     if (chance(4)) take_documents(p, sweep.seed + i);
     if (chance(4)) take_padding(p, sweep.seed + i);
+    if (chance(4)) take_chunks(p, random);
+    if (chance(4)) take_ranges(p, sweep.seed + i);
+    if (chance(3)) take_prefix(p, random);
     if (chance(2)) {
       const bool fp8_q = chance(2);
       quantise(p, fp8_q ? std::optional(pick(random, {e4m3, e5m2})) : std::nullopt,
@@ -690,13 +736,16 @@ Family gradients(const Sweep& sweep) {
     if (chance(3)) p.options.mask.window = 1 + below(random, 400);
     if (chance(4)) p.options.mask.right = below(random, 100);
     if (chance(3)) p.options.mask.alignment = Alignment::upper_left;
+    if (chance(4)) take_chunks(p, random);
+    if (chance(4)) take_ranges(p, seed);
+    if (chance(3)) take_prefix(p, random);
     if (chance(3)) p.options.score.softcap = 5.0f;
     if (chance(3)) p.sinks = draw_sinks(p, seed);
     if (chance(3))
       take_slopes(p, pick(random, {Alibi::context, Alibi::query, Alibi::sqrt}),
                   chance(2) ? batch : 1);
     if (chance(4)) take_drafts(p, seed);
-    if (chance(4)) take_documents(p, seed);
+    if (chance(4) && p.options.mask.prefix == 0) take_documents(p, seed);
     if (chance(4)) take_padding(p, seed);
     if (chance(4))
       for (int b = 0; b < batch; ++b) p.causal.push_back(chance(2));

@@ -114,13 +114,27 @@ void take_gradients(Problem& problem, const RunOptions& o, std::uint64_t seed) {
   problem.dlse = in_file(file, q.rows, q.heads, 1);
 }
 
-/// Documents and padding of every sequence.
+/// Bidirectional ranges of every sequence.
+void take_ranges(Problem& problem, const RunOptions& o) {
+  const std::vector<std::int64_t>& bounds = o.bidirectional;
+  require(bounds.size() % 2 == 0 && std::is_sorted(bounds.begin(), bounds.end()),
+          "--bidirectional {}: the begin and the end of each range, ascending",
+          fmt::join(bounds, " "));
+  for (const std::int32_t keys : problem.kv_lens) {
+    require(bounds.empty() || bounds.back() <= keys, "--bidirectional {}: a sequence has {} keys",
+            fmt::join(bounds, " "), keys);
+    problem.bidirectional.insert(problem.bidirectional.end(), bounds.begin(), bounds.end());
+  }
+}
+
+/// Documents, ranges and padding of every sequence.
 void take_hidden(Problem& problem, const RunOptions& o) {
   const std::size_t batch = problem.kv_lens.size();
   require(std::is_sorted(o.documents.begin(), o.documents.end()),
           "--documents {}: the starts of documents ascend", fmt::join(o.documents, " "));
   for (std::size_t b = 0; b < batch; ++b)
     problem.documents.insert(problem.documents.end(), o.documents.begin(), o.documents.end());
+  take_ranges(problem, o);
   if (o.left_padding.empty()) return;
   require(o.left_padding.size() == 1 || o.left_padding.size() == batch,
           "--left-padding has {} numbers; 1 is wanted, or {}, one for each sequence",

@@ -144,7 +144,13 @@ double Problem::visible_pairs() const {
   for (int b = 0; b < batch(); ++b) {
     for (std::int64_t t = 0; t < q_lens[b]; ++t) {
       const Interval seen = visible(b, position(b, t));
+      std::vector<double> hidden;
+      hide_unseen(hidden, mask(b), position(b, t), kv_lens[b],
+                  left_padding.empty() ? 0 : left_padding[b],
+                  of_sequence(bidirectional, b, batch()));
       if (!seen.empty()) pairs += static_cast<double>(seen.end - seen.begin);
+      for (std::int64_t j = seen.begin; j < seen.end && !hidden.empty(); ++j)
+        if (hidden[j] != 0) --pairs;
     }
   }
   return pairs;
@@ -154,11 +160,17 @@ std::int64_t Problem::position(int b, std::int64_t t) const {
   return options.mask.alignment == Alignment::upper_left ? t : kv_lens[b] - q_lens[b] + t;
 }
 
-Interval Problem::visible(int b, std::int64_t position) const {
+Mask Problem::mask(int b) const {
   Mask rule = options.mask;
   if (!causal.empty()) rule.causal = causal[b] != 0;
-  return seen_keys(rule, position, kv_lens[b], of_sequence(documents, b, batch()),
-                   left_padding.empty() ? 0 : left_padding[b]);
+  if (!prefix.empty()) rule.prefix = prefix[b];
+  return rule;
+}
+
+Interval Problem::visible(int b, std::int64_t position) const {
+  return seen_keys(mask(b), position, kv_lens[b], of_sequence(documents, b, batch()),
+                   left_padding.empty() ? 0 : left_padding[b],
+                   of_sequence(bidirectional, b, batch()));
 }
 
 std::vector<std::int64_t> Problem::named(int b, std::int64_t t, int head) const {
@@ -179,8 +191,11 @@ std::vector<double> Problem::bias(int b, std::int64_t t, int head) const {
                    [](std::int64_t n) { return std::log(static_cast<double>(n)); });
     return weights;
   }
-  if (slopes.empty() && qq_bias.empty()) return {};
-  std::vector<double> bias(kv_lens[b]);
+  std::vector<double> bias;
+  hide_unseen(bias, mask(b), position(b, t), kv_lens[b], left_padding.empty() ? 0 : left_padding[b],
+              of_sequence(bidirectional, b, batch()));
+  if (slopes.empty() && qq_bias.empty()) return bias;
+  bias.resize(kv_lens[b]);
   const std::int64_t context = position(b, 0);
   for (std::int64_t j = 0; j < kv_lens[b]; ++j) {
     const std::int64_t column = j - context;  // counted from the first new token
@@ -325,6 +340,7 @@ void Trial::take_features() {
   }
   causal_ = on_device(device, p.causal);
   documents_ = on_device(device, p.documents);
+  bidirectional_ = on_device(device, p.bidirectional);
   if (!p.causal.empty()) args_.causal = array<std::uint8_t>(causal_, device);
   left_padding_ = on_device(device, p.left_padding);
   if (!p.documents.empty())
@@ -338,6 +354,12 @@ void Trial::take_features() {
     args_.indices = p.lists > 1 ? Tensor(named, {p.tokens(), p.lists, p.index_columns()}, device)
                                 : Tensor(named, {p.tokens(), p.index_columns()}, device);
   if (!p.index_len.empty()) args_.index_len = array<std::int32_t>(index_len_, device);
+  if (!p.bidirectional.empty())
+    args_.bidirectional = {static_cast<const std::int64_t*>(bidirectional_.data()),
+                           {p.batch(), std::ssize(p.bidirectional) / p.batch() / 2, 2},
+                           device};
+  prefix_ = on_device(device, p.prefix);
+  if (!p.prefix.empty()) args_.prefix_len = array<std::int32_t>(prefix_, device);
   if (!p.left_padding.empty()) args_.left_padding = array<std::int32_t>(left_padding_, device);
 }
 

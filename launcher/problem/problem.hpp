@@ -50,6 +50,8 @@ struct Problem {
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;             // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;          // [batch, count + 1] starts and end; or none
+  std::vector<std::int64_t> bidirectional;      // [batch, count, 2] ranges; or none
+  std::vector<std::int32_t> prefix;             // of each sequence, in place of the mask's; or none
   std::vector<std::int32_t> left_padding;       // of each sequence; or none
   std::vector<std::int32_t> indices;            // [tokens, lists, columns] of options.indices
   int lists = 1;                                // of a row: 1, or one for each kv head
@@ -89,6 +91,9 @@ struct Problem {
   int index_columns() const {
     return static_cast<int>(std::ssize(indices) / std::max<std::int64_t>(1, tokens() * lists));
   }
+  /// The mask of sequence b.
+  Mask mask(int b) const;
+  /// An interval that holds the keys which a row sees. Of those in it, `bias` hides some.
   Interval visible(int b, std::int64_t position) const;
   /// The position of row t of sequence b.
   std::int64_t position(int b, std::int64_t t) const;
@@ -168,8 +173,8 @@ class Trial {
   std::vector<std::int64_t> rows_;  // this rank's rows of the whole q
   std::optional<Attention> layer_;
   Buffer q_, k_, v_, out_, lse_, sinks_, query_start_, kv_len_, key_table_, slopes_, qq_bias_,
-      causal_, documents_, left_padding_, indices_, index_len_, q_scale_, k_scale_, v_scale_,
-      out_scale_, block_table_, dropout_seed_, dropout_sequences_;
+      causal_, documents_, bidirectional_, prefix_, left_padding_, indices_, index_len_, q_scale_,
+      k_scale_, v_scale_, out_scale_, block_table_, dropout_seed_, dropout_sequences_;
   std::vector<std::int32_t> table_;  // the pages of each sequence: [batch, columns_]
   std::int64_t columns_ = 0, pages_ = 0;
   AttentionArgs args_;

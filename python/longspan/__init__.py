@@ -9,7 +9,7 @@ kind: NumPy, PyTorch, JAX, CuPy. docs/reference/python.md in the repository has 
 import atexit as _atexit
 import os as _os
 
-from . import _core
+from . import _core, mask
 from ._attention import Attention, Phases, attend, strategies
 from ._communicators import alone, forget_warning as _forget_warning, from_environment, from_exchange, from_mpi4py
 from ._core import Communicator, Shard, Sharding, __version__
@@ -66,6 +66,6 @@ __all__ = [
     "Attention", "BackendError", "Communicator", "InputError", "InternalError", "LongspanError",
     "Phases", "RankError", "Reshard", "Segments", "Shard", "Sharding", "Traffic", "UnsupportedError", "UsageError",
     "alone", "append_kv", "attend", "context_attention", "cross_rank_merge", "document_starts", "environment",
-    "features", "from_environment", "from_exchange", "from_mpi4py", "info", "merge_attn_states", "merge_state",
+    "features", "from_environment", "from_exchange", "from_mpi4py", "info", "mask", "merge_attn_states", "merge_state",
     "merge_states", "padding", "reduce_segments", "reshard", "segmented_attention", "shard", "strategies", "unshard", "__version__",
 ]

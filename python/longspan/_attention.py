@@ -11,11 +11,13 @@ from ._core import Communicator, Sharding
 from ._errors import InputError
 from ._padding import used_keys
 from ._shards import contradiction, refuse
+from .mask import arguments_of
 
 TYPE_CHECKING = False  # as type checkers read it; importing typing would double the time of ours
 if TYPE_CHECKING:
     from typing import Any, Sequence
 
+    from .mask import Mask
     from ._types import Alibi, Alignment, Array, Dout, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
 
 ALONE = object()  # as `comm`, where a function means one process and needs no warning
@@ -107,6 +109,13 @@ def attend(
     causal: bool | Numbers = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    chunk_lookback: int = 0,
+    prefix: int = 0,
+    prefix_lens: Numbers | None = None,
+    bidirectional: Numbers | None = None,
+    clamp_bidirectional: bool = False,
+    mask: Mask | None = None,
     causal_alignment: Alignment = "lower_right",
     softcap: float = 0.0,
     alibi_slopes: Numbers | None = None,
@@ -183,6 +192,15 @@ def attend(
             bool or integers.
         softmax_scale: of the products; None is 1 / sqrt(head_dim).
         window_size: keys that a query sees to its (left, right), besides its own; -1 is no bound.
+        attention_chunk, chunk_lookback: a query sees its own chunk, of attention_chunk keys, and chunk_lookback chunks before
+            it (Llama 4); 0 is no chunks. They are counted from the first key behind the padding. Without causal a query
+            sees up to the end of its chunk.
+        prefix: the first keys of each sequence, which window and chunks do not hide; prefix_lens: [batch] in its
+            place, none above it. Not with documents.
+        bidirectional: [count, 2] or [batch, count, 2] int64, [begin, end) of ranges of positions whose tokens see each
+            other, whatever causal and window say: images, or a prefix. They ascend and do not overlap; sequences with
+            fewer end with empty ones. clamp_bidirectional: they do not reach past the window or the chunks on the left.
+        mask: one of longspan.mask, in place of causal and of the above.
         causal_alignment: the positions of the queries: "lower_right", the last of their sequence, as
             in flash-attention; "upper_left", the first: row t sees keys j <= t, as torch's is_causal
             counts. Everything follows them: causal, window, ALiBi, qq_bias and RoPE.
@@ -272,7 +290,7 @@ def attend(
         InputError: arrays that do not fit; the message names the argument.
         UsageError: options that make no sense, or that differ between ranks.
         UnsupportedError: what this build, device or strategy lacks; derivatives of a call with other
-            arguments than causal, causal_alignment, softmax_scale, window_size, softcap, alibi_slopes, sinks,
+            arguments than causal, causal_alignment, softmax_scale, window_size, mask and what it has, softcap, alibi_slopes, sinks,
             documents, cache_leftpad, keys, queries, total_keys, total_queries, invariant, strategy and return_lse.
         RankError: a rank that died or did not come, with .rank and .step.
         TypeError: an argument of the wrong Python type.
@@ -286,6 +304,13 @@ def attend(
     >>> out.shape, lse.shape
     ((5, 8, 64), (5, 8))
     """
+    if mask is not None:
+        (causal, window_size, attention_chunk, chunk_lookback, prefix, prefix_lens, bidirectional,
+         clamp_bidirectional) = arguments_of(mask, dict(
+             causal=causal, window_size=window_size, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback,
+             prefix=prefix, prefix_lens=prefix_lens, bidirectional=bidirectional,
+             clamp_bidirectional=clamp_bidirectional)).values()
+        mask = None
     if _is_recorded(q, k, v, sinks, alibi_slopes):
         arguments = locals()
         from .torch._attention import attend_tensors
@@ -324,13 +349,15 @@ def attend(
         causal_alignment=causal_alignment, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
         dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
         dropout_first_head=dropout_first_head, values_in_keys=values_in_keys, indices=indices, topk_length=topk_length,
-        index_slots=index_slots)
+        index_slots=index_slots, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback, prefix=prefix,
+        prefix_lens=prefix_lens, bidirectional=bidirectional, clamp_bidirectional=clamp_bidirectional)
 
 
 def _given_nothing(function, **more) -> dict:
     """What the extension module gets of a call without optional arguments, for callers that have checked theirs."""
     made = function.__kwdefaults__ | dict(skip_decode=False, whole_keys=None, whole_queries=None, contradiction=None) | more
-    del made["seqused_k"]
+    for name in ("seqused_k", "mask"):
+        made.pop(name, None)
     return made
 
 
@@ -351,10 +378,11 @@ class Attention:
         values_in_keys: as in attend. A run may then leave v out (None).
         top_k: above 0: each row of a run names the keys that it sees, at most so many (indices).
         index_slots: as in attend.
+        mask: one of longspan.mask, in place of causal and the like. Its arrays are those of runs that give none.
         dtype: of the products: "float32", "float16" or "bfloat16", on CPUs also "float64"; or such a
             dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
-        causal, causal_alignment, softmax_scale, window_size, softcap, keys, queries, results, invariant, strategy,
-            exchange, ranks_per_node: as in attend, but contiguous parts are always those that
+        causal, causal_alignment, softmax_scale, window_size, attention_chunk, chunk_lookback, prefix, clamp_bidirectional,
+            softcap, keys, queries, results, invariant, strategy, exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
             run.
         rotary_dim: the first elements of a row that RoPE rotates, an even number; 0 is none.
@@ -395,7 +423,9 @@ class Attention:
                  kv_heads: int | None = None, value_dim: int | None = None,
                  dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
                  out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
-                 window_size: tuple[int, int] = (-1, -1), causal_alignment: Alignment = "lower_right",
+                 window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, chunk_lookback: int = 0,
+                 prefix: int = 0, clamp_bidirectional: bool = False, mask: Mask | None = None,
+                 causal_alignment: Alignment = "lower_right",
                  softcap: float = 0.0, rotary_dim: int = 0, rotary_interleaved: bool = False,
                  rope_theta: float = 10000.0,
                  rope_scale: float = 1.0, alibi: Alibi = "query", keys: Layout | Sharding = "contiguous",
@@ -408,6 +438,15 @@ class Attention:
                  gradients: bool = False, dout: Dout = "replicated", max_qq_gradient: int = 0,
                  dropout_p: float = 0.0, dropout_first_head: int = 0, values_in_keys: bool = False,
                  top_k: int = 0, index_slots: bool = False):
+        self._of_mask = {}
+        if mask is not None:
+            made = arguments_of(mask, dict(
+                causal=causal, window_size=window_size, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback,
+                prefix=prefix, prefix_lens=None, bidirectional=None, clamp_bidirectional=clamp_bidirectional))
+            causal, window_size, attention_chunk = made["causal"], made["window_size"], made["attention_chunk"]
+            chunk_lookback, prefix = made["chunk_lookback"], made["prefix"]
+            clamp_bidirectional = made["clamp_bidirectional"]
+            self._of_mask = {name: made[name] for name in ("prefix_lens", "bidirectional")}
         if comm is None:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
@@ -423,7 +462,13 @@ class Attention:
             rotary_interleaved=rotary_interleaved, rope_theta=rope_theta, rope_scale=rope_scale,
             gradients=gradients, dout=dout, max_qq_gradient=max_qq_gradient, causal_alignment=causal_alignment,
             dropout_p=dropout_p, dropout_first_head=dropout_first_head, values_in_keys=values_in_keys, top_k=top_k,
-            index_slots=index_slots)
+            index_slots=index_slots, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback, prefix=prefix,
+            clamp_bidirectional=clamp_bidirectional)
+
+    def _arrays_of_mask(self, prefix_lens: Numbers | None, bidirectional: Numbers | None) -> dict:
+        """Those of a run, or in their place those of the layer's mask."""
+        given = dict(prefix_lens=prefix_lens, bidirectional=bidirectional)
+        return {name: self._of_mask.get(name) if value is None else value for name, value in given.items()}
 
     def _values(self, k: Array, v: Array | None) -> Array | None:
         """v, or where it is left out the first columns of k."""
@@ -437,7 +482,8 @@ class Attention:
                  k_descale: Numbers | None = None, v_descale: Numbers | None = None,
                  out_scale: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
-                 documents: Numbers | None = None, cache_leftpad: Numbers | None = None,
+                 documents: Numbers | None = None, bidirectional: Numbers | None = None,
+                 prefix_lens: Numbers | None = None, cache_leftpad: Numbers | None = None,
                  seqused_q: Numbers | None = None, seqused_k: Numbers | None = None, rotary_cos: Array | None = None,
                  rotary_sin: Array | None = None, total_keys: int | None = None,
                  total_queries: int | None = None, key_table: Numbers | None = None,
@@ -466,7 +512,8 @@ class Attention:
             skip_decode=skip_decode, return_lse=return_lse, stream=stream,
             whole_keys=whole_keys, whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cu_seqlens_k_new=cu_seqlens_k_new,
-            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, indices=indices, topk_length=topk_length)
+            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, indices=indices, topk_length=topk_length,
+            **self._arrays_of_mask(prefix_lens, bidirectional))
 
     def backward(self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, *,
                  dlse: Array | None = None, dq: Array | None = None, dk: Array | None = None,
@@ -476,7 +523,8 @@ class Attention:
                  causal: Numbers | None = None, cu_seqlens_q: Numbers | None = None,
                  cache_seqlens: Numbers | None = None, alibi_slopes: Numbers | None = None,
                  sinks: Numbers | None = None, qq_bias: Array | None = None,
-                 documents: Numbers | None = None, cache_leftpad: Numbers | None = None,
+                 documents: Numbers | None = None, bidirectional: Numbers | None = None,
+                 prefix_lens: Numbers | None = None, cache_leftpad: Numbers | None = None,
                  seqused_q: Numbers | None = None, seqused_k: Numbers | None = None,
                  rotary_cos: Array | None = None, rotary_sin: Array | None = None,
                  total_keys: int | None = None, total_queries: int | None = None,
@@ -543,7 +591,8 @@ class Attention:
             alibi_slopes=alibi_slopes, qq_bias=qq_bias, documents=documents, cache_leftpad=cache_leftpad,
             seqused_q=seqused_q, skip_decode=False, return_lse=False, stream=stream, whole_keys=whole_keys,
             whole_queries=whole_queries, contradiction=message, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences, **_WITHOUT_GRADIENT)
+            dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
+            **self._arrays_of_mask(prefix_lens, bidirectional), **_WITHOUT_GRADIENT)
 
     def append(self, k_new: Array, v_new: Array | None, k: Array, v: Array | None, *,
                cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

@@ -43,7 +43,7 @@ struct Argument : nb::handle {
 /// Names of arguments, each once.
 class NameList {
  public:
-  static constexpr std::size_t kMost = 96;
+  static constexpr std::size_t kMost = 112;
 
   constexpr NameList() = default;
   constexpr NameList(std::initializer_list<const char*> names) {

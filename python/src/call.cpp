@@ -233,6 +233,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
       sinks(given.get<"sinks">(), DType::fp32),
       qq_bias(given.get<"qq_bias">()),
       documents(given.get<"documents">(), DType::int64, stream),
+      bidirectional(given.get<"bidirectional">(), DType::int64, stream),
+      prefix_lens(given.get<"prefix_lens">(), DType::int32, stream),
       cache_leftpad(given.get<"cache_leftpad">(), DType::int32, stream),
       seqused_q(given.get<"seqused_q">(), DType::int32, stream),
       indices(given.get<"indices">(), DType::int32, stream),
@@ -297,9 +299,9 @@ void AttendCall::leave_out_sequences() {
   Tensor &keys = k.tensor(), &values = v.tensor();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
   values = {values.data, values.dtype, {0, heads, columns}, values.device};
-  for (Array* array :
-       {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new, &k_new, &v_new,
-        &documents, &cache_leftpad, &seqused_q, &indices, &topk_length})
+  for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new,
+                       &k_new, &v_new, &documents, &bidirectional, &prefix_lens, &cache_leftpad,
+                       &seqused_q, &indices, &topk_length})
     array->leave_out();
   // Scales and slopes of no sequence: nothing is multiplied by them, but fp8 has a scale.
   if (alibi_slopes.tensor().dims == 2) alibi_slopes.leave_out();
@@ -340,6 +342,8 @@ void AttendCall::check_gpu(int gpu) const {
                                                       {&sinks, "sinks"},
                                                       {&qq_bias, "qq_bias"},
                                                       {&documents, "documents"},
+                                                      {&bidirectional, "bidirectional"},
+                                                      {&prefix_lens, "prefix_lens"},
                                                       {&cache_leftpad, "cache_leftpad"},
                                                       {&seqused_q, "seqused_q"},
                                                       {&indices, "indices"},
@@ -438,6 +442,8 @@ AttentionArgs AttendCall::args() const {
   a.qq_bias = qq_bias.tensor();
   a.causal = causal.tensor();
   a.documents = documents.tensor();
+  a.bidirectional = bidirectional.tensor();
+  a.prefix_len = prefix_lens.tensor();
   a.left_padding = cache_leftpad.tensor();
   a.query_len = seqused_q.tensor();
   a.indices = rows_of_batch(indices.tensor(), batched(), "indices");
@@ -475,8 +481,11 @@ AttentionArgs AttendCall::args_of(std::int64_t sequence) const {
   if (a.documents.dims == 1 && batch() > 1)
     throw InputError("documents is " + shape_text(a.documents) + "; the batch has " +
                      std::to_string(batch()) + " sequences: [batch, count + 1] is wanted");
-  for (Tensor* of_batch : {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.left_padding,
-                           &a.query_len, &a.dropout_sequences})
+  if (a.bidirectional.dims == 2 && batch() > 1)
+    throw InputError("bidirectional is " + shape_text(a.bidirectional) + "; the batch has " +
+                     std::to_string(batch()) + " sequences: [batch, count, 2] is wanted");
+  for (Tensor* of_batch : {&a.kv_len, &a.block_table, &a.causal, &a.documents, &a.bidirectional,
+                           &a.prefix_len, &a.left_padding, &a.query_len, &a.dropout_sequences})
     *of_batch = only(*of_batch, sequence);
   for (Tensor* factors : {&a.q_scale, &a.k_scale, &a.v_scale, &a.slopes})
     if (factors->dims == 2) *factors = only(*factors, sequence);

@@ -132,8 +132,8 @@ struct AttendCall {
   Stream stream;  // of the call
   Array k, v, causal, cu_seqlens_q, cache_seqlens, block_table, cu_seqlens_k_new, k_new, v_new,
       q_descale, k_descale, v_descale, out_scale, alibi_slopes, sinks, qq_bias, documents,
-      cache_leftpad, seqused_q, indices, topk_length, rotary_cos, rotary_sin, key_table,
-      query_table, dropout_seed, dropout_sequences, given_out, given_lse;
+      bidirectional, prefix_lens, cache_leftpad, seqused_q, indices, topk_length, rotary_cos,
+      rotary_sin, key_table, query_table, dropout_seed, dropout_sequences, given_out, given_lse;
   std::int64_t total_keys, total_queries, whole_keys, whole_queries;
   std::string contradiction;
   bool skip_decode, return_lse;

@@ -19,9 +19,10 @@
 namespace longspan {
 namespace {
 
-/// A checked array, as the digest reads it.
+/// A checked array of one or two dimensions, as the digest reads it; or of three, whose last two
+/// are dense.
 kernels::DigestArray digest_array(const Tensor& t) {
-  if (t.dims == 3)  // indices of kv heads, whose lists follow each other
+  if (t.dims == 3)
     return {t.data, t.shape[1] * t.shape[2], t.shape[0], t.stride[0],
             static_cast<int>(size_of(t.dtype))};
   const bool matrix = t.dims == 2, repeats = matrix && t.stride[1] == 0;  // one scale of a row
@@ -131,6 +132,8 @@ void RunDescription::add_arrays(const AttentionArgs& args, const Options& o, boo
   });
   if (args.qq_bias) number("qq_bias.width", args.qq_bias.shape[0]);
   if (args.documents) number("documents.count", args.documents.shape[args.documents.dims - 1] - 1);
+  if (args.bidirectional)
+    number("bidirectional.count", args.bidirectional.shape[args.bidirectional.dims - 2]);
 }
 
 RunDescription::RunDescription(const AttentionArgs& args, const Options& o, bool reads_arrays)

@@ -265,6 +265,26 @@ Documents documents_of(const Tensor& t, int batch, Device device) {
   return {static_cast<const std::int64_t*>(t.data), count - 1, stride};
 }
 
+Ranges ranges_of(const Tensor& t, int batch, Device device) {
+  if (!is_given(t)) return {};
+  check_tensor(t, "bidirectional", DType::int64, device);
+  const bool rows = t.dims == 3;
+  require(
+      (rows || t.dims == 2) && t.shape[t.dims - 1] == 2,
+      "bidirectional is {}; [count, 2] is wanted, or [batch, count, 2]: the begin of each range, "
+      "and the position past its last",
+      shape_text(t));
+  require(rows ? t.shape[0] == batch : batch == 1,
+          "bidirectional is {}; the batch has {} sequences: [{}, count, 2] is wanted, where "
+          "sequences with fewer ranges end with empty ones",
+          shape_text(t), batch, batch);
+  const std::int64_t count = t.shape[t.dims - 2];
+  require(count == 0 || (t.stride[t.dims - 1] == 1 && (count == 1 || t.stride[t.dims - 2] == 2)),
+          "bidirectional {} has gaps: the ranges of a sequence lie one after another",
+          shape_text(t));
+  return {static_cast<const std::int64_t*>(t.data), count, rows ? t.stride[0] : 0};
+}
+
 RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank, int ranks,
                     Device device) {
   RunArrays a = common_arrays(args, options, rank, ranks, device);
@@ -285,6 +305,12 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
       "(Options::queries, Options::results)");
   a.causal = array_of<std::uint8_t>(args.causal, "causal", a.batch, device);
   a.documents = documents_of(args.documents, a.batch, device);
+  a.ranges = ranges_of(args.bidirectional, a.batch, device);
+  a.prefix = array_of<std::int32_t>(args.prefix_len, "prefix_len", a.batch, device);
+  require(
+      a.prefix == nullptr || options.mask.prefix > 0,
+      "prefix_len is given to a layer without a prefix: Options::mask.prefix is the most of any "
+      "sequence");
   a.left_padding = array_of<std::int32_t>(args.left_padding, "left_padding", a.batch, device);
   a.used_rows = array_of<std::int32_t>(args.query_len, "query_len", a.batch, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);

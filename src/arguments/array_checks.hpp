@@ -52,5 +52,6 @@ kernels::KeyIndices indices_of(const Tensor& indices, const Tensor& length,
                                Device device);
 /// Checks an array [count + 1] of int64.
 Documents documents_of(const Tensor& t, int batch, Device device);
+Ranges ranges_of(const Tensor& t, int batch, Device device);
 
 }  // namespace longspan

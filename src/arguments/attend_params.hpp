@@ -50,10 +50,12 @@ inline void set_arrays(kernels::AttendParams& p, const Tensor& q, const RunArray
   p.k_scale = arrays.k_scale;
   p.v_scale = arrays.v_scale;
   p.batch = {arrays.batch, arrays.query_start, arrays.kv_len, nullptr, arrays.causal};
+  p.batch.prefix = arrays.prefix;
   p.batch.left_padding = arrays.left_padding;
   p.batch.used_rows = arrays.used_rows;
   p.documents = arrays.documents;
   p.indices = arrays.indices;
+  p.ranges = arrays.ranges;
   p.bias.slopes = arrays.slopes;
   p.bias.qq = arrays.qq_bias;
   p.rope = arrays.rope;

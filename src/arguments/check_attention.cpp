@@ -41,6 +41,34 @@ void check_documents(const Documents& documents, int batch) {
   }
 }
 
+/// Checks the bidirectional ranges of each sequence, on the host only.
+void check_ranges(const Ranges& ranges, const kernels::Batch& batch, const Shard& shard) {
+  for (int b = 0; b < batch.size; ++b) {
+    const std::int64_t* const bound = ranges.for_sequence(b).bound;
+    const std::string where = batch.size > 1 ? fmt::format(" of sequence {}", b) : "";
+    const std::int64_t keys = batch.keys(b, shard);
+    for (std::int64_t r = 0; r < ranges.count; ++r) {
+      const std::int64_t begin = bound[2 * r], end = bound[2 * r + 1];
+      require(begin <= end, "bidirectional range {}{} is [{}, {}), which ends before it begins", r,
+              where, begin, end);
+      require(begin >= 0 && end <= keys,
+              "bidirectional range {}{} is [{}, {}); the sequence has the positions [0, {})", r,
+              where, begin, end, keys);
+      require(r == 0 || bound[2 * r - 1] <= begin,
+              "bidirectional range {}{} is [{}, {}), and the one before it ends at {}: ranges "
+              "ascend and do not overlap",
+              r, where, begin, end, r == 0 ? 0 : bound[2 * r - 1]);
+    }
+  }
+}
+
+/// Checks the prefix of each sequence, on the host only.
+void check_prefix(const std::int32_t* prefix, int batch, std::int64_t most) {
+  for (int b = 0; prefix != nullptr && b < batch; ++b)
+    require(prefix[b] >= 0 && prefix[b] <= most,
+            "prefix_len[{}] is {}; the layer has prefixes of 0 to {} keys", b, prefix[b], most);
+}
+
 /// Checks the padding and the used rows of each sequence, on the host only. The batch has `rows`.
 void check_used(const kernels::Batch& batch, std::int64_t rows, const Shard& shard) {
   for (int b = 0; b < batch.size; ++b)
@@ -458,6 +486,10 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
   }
   check_results(args, grows);
 
+  if (options.mask.prefix > 0 && arrays.documents)
+    throw Unsupported(
+        "a prefix with documents is not supported: it is that of a sequence; give documents as "
+        "sequences of their own");
   kernels::Batch batch{arrays.batch, arrays.query_start, arrays.kv_len};
   batch.left_padding = arrays.left_padding;
   batch.used_rows = arrays.used_rows;
@@ -469,6 +501,8 @@ Checked check_attention(const AttentionArgs& args, const Options& options,
     check_rope_positions(batch, rows, arrays.keys, arrays.rope, options.mask);
     if (options.queries) check_own_rows(arrays, own_rows, arrays.queries);
     check_documents(arrays.documents, arrays.batch);
+    check_ranges(arrays.ranges, batch, arrays.keys);
+    check_prefix(arrays.prefix, arrays.batch, options.mask.prefix);
     check_used(batch, rows, arrays.keys);
     check_factors(arrays, options, grows);
   } else if (arrays.kv_len == nullptr) {

@@ -32,6 +32,8 @@ void check_call(const Args& args, const PagedShape& shape, const RunArrays& arra
           "max_kv_len {} is not in 0 to 2^31 - 1; 0 means {}", args.max_kv_len,
           std::is_same_v<Args, PagedAttention> ? "what the table can hold" : "unknown");
   check_mask(args.mask, refuse_input);
+  if (args.mask.prefix > 0)
+    throw Unsupported("a prefix in a call is not supported; an Attention has it");
   check_score(args.score, shape.head_dim, refuse_input);
   require(!args.dtypes.tf32 || shape.dtype == DType::fp32,
           "tf32 is a way to make fp32 products; dtypes.compute is {}", name(shape.dtype));

@@ -23,7 +23,9 @@ struct RunArrays {
   Shard queries;  // its share of the rows, with Options::queries or results by rows; otherwise all
                   // of them
   Documents documents;
-  kernels::KeyIndices indices;                 // without the rows of the cache
+  kernels::KeyIndices indices;  // without the rows of the cache
+  Ranges ranges;
+  const std::int32_t* prefix = nullptr;        // [batch]
   const std::int32_t* left_padding = nullptr;  // [batch]
   const std::int32_t* used_rows = nullptr;     // [batch]
   Floats sinks;                                // [heads]

@@ -184,6 +184,15 @@ void check_mask(const Mask& mask, void (*refuse)(const std::string&)) {
   if (mask.right < -1) refuse(fmt::format("right {} is below -1; -1 means no bound", mask.right));
   if (mask.right > kMost)
     refuse(fmt::format("right {} is beyond 2^31 - 1; -1 means no bound", mask.right));
+  if (mask.chunk < 0 || mask.chunk > kMost)
+    refuse(fmt::format("chunk {} is not in 0 to 2^31 - 1; 0 means no chunks", mask.chunk));
+  if (mask.lookback < 0 || mask.lookback > kMost)
+    refuse(fmt::format("lookback {} is not in 0 to 2^31 - 1; 0 means the own chunk alone",
+                       mask.lookback));
+  if (mask.prefix < 0 || mask.prefix > kMost)
+    refuse(fmt::format("prefix {} is not in 0 to 2^31 - 1; 0 means none", mask.prefix));
+  if (mask.lookback > 0 && mask.chunk == 0)
+    refuse(fmt::format("lookback {} without a chunk: it is a number of chunks", mask.lookback));
 }
 
 void check_index_options(const IndexOptions& o, void (*refuse)(const std::string&)) {

@@ -168,7 +168,8 @@ double balance_of(const Sharding& dealt, Balanced by, const Mask& mask,
   constexpr int kRanks = 256;
   if (by == Balanced::evenly || ranks == 1 || is_by_table(dealt)) return 1;
   const int looked_at = std::min(ranks, kRanks);
-  const std::int64_t cells = std::min(kCells, kAllCells / looked_at);
+  // With a prefix every row of a tile is asked.
+  const std::int64_t cells = std::min(kCells, kAllCells / looked_at) / (mask.prefix > 0 ? 8 : 1);
   double most = 0, sum = 0;
   for (int i = 0; i < looked_at; ++i) {
     const int rank =

@@ -108,11 +108,18 @@ struct AttentionArgs {
   Tensor documents = {};  ///< [count + 1] or [batch, count + 1] int64: document d, packed in a
                           ///< sequence, has the positions [documents[d], documents[d + 1]) of it.
                           ///< A sequence with fewer documents repeats its end; optional
-  Tensor left_padding = {};  ///< [batch] int32: the first keys of each sequence are padding that
-                             ///< nobody sees. They count in kv_len and in positions; optional
-  Tensor query_len = {};     ///< [batch] int32: the rows of each sequence of q that are used, its
-                             ///< first ones; the last of them has position kv_len - 1. The others
-                             ///< see nothing. Optional
+  Tensor bidirectional = {};  ///< [count, 2] or [batch, count, 2] int64: [begin, end) of ranges of
+                              ///< positions whose tokens see each other, whatever the mask says
+                              ///< (but see Mask::clamp_ranges): images, or a prefix. They ascend
+                              ///< and do not overlap, and may be empty. A row still sees only its
+                              ///< own document, and no padding; optional
+  Tensor prefix_len = {};     ///< [batch] int32 in place of Options::mask.prefix, which none
+                              ///< exceeds; not with documents; optional
+  Tensor left_padding = {};   ///< [batch] int32: the first keys of each sequence are padding that
+                              ///< nobody sees. They count in kv_len and in positions; optional
+  Tensor query_len = {};      ///< [batch] int32: the rows of each sequence of q that are used, its
+                              ///< first ones; the last of them has position kv_len - 1. The others
+                              ///< see nothing. Optional
   /// With Options::indices: [tokens, columns] int32 keys of each row, or [tokens, kv_heads,
   /// columns] of each row and kv head; at most top_k columns. One that names no key (below 0, past
   /// the end of the sequence, or its left padding) is nobody, and one that is given twice counts

@@ -105,6 +105,10 @@ constexpr void visit_options(AnyOptions& o, const Visit& visit) {
   is("mask.", "causal", "causal", "--causal", o.mask.causal);
   is("mask.", "window", "window_size", "--window", o.mask.window);
   is("mask.", "right", "window_size", "--right", o.mask.right);
+  is("mask.", "chunk", "attention_chunk", "--chunk", o.mask.chunk);
+  is("mask.", "lookback", "chunk_lookback", "--lookback", o.mask.lookback);
+  is("mask.", "prefix", "prefix", "--prefix", o.mask.prefix);
+  is("mask.", "clamp_ranges", "clamp_bidirectional", nullptr, o.mask.clamp_ranges);
   is("mask.", "alignment", "causal_alignment", "--causal-alignment", o.mask.alignment);
 
   visit_score_options(o.score, visit);
@@ -200,6 +204,8 @@ constexpr void visit_arguments(Args& a, const Visit& visit) {
   is("slopes", "alibi_slopes", contents, a.slopes);
   is("qq_bias", "qq_bias", contents, a.qq_bias);
   is("documents", "documents", contents, a.documents);
+  is("bidirectional", "bidirectional", contents, a.bidirectional);
+  is("prefix_len", "prefix_lens", contents, a.prefix_len);
   is("left_padding", "cache_leftpad", contents, a.left_padding);
   is("query_len", "seqused_q", contents, a.query_len);
   is("indices", "indices", contents, a.indices);

@@ -57,9 +57,9 @@ struct OneRun {
   Device device;
   int rank, ranks;
   Array<float> q, keys, out, sinks, slopes, bias;
-  Array<std::int32_t> start, lens;
+  Array<std::int32_t> start, lens, prefix;
   Array<std::uint8_t> causal;
-  Array<std::int64_t> documents, ranges, row_ranges, listed;
+  Array<std::int64_t> documents, images, ranges, row_ranges, listed;
   AttentionArgs args;
 
   explicit OneRun(const Communicator& world)
@@ -74,8 +74,10 @@ struct OneRun {
         bias(device, std::vector<float>(kTokens * kTokens, 1)),
         start(device, {0, 2, 4}),
         lens(device, {500, 600}),
+        prefix(device, {4, 5}),
         causal(device, {1, 0}),
         documents(device, {0, 100, 600}),
+        images(device, {0, 100, 200, 300}),
         ranges(device, table(ranks, kKeys)),
         row_ranges(device, row_table(ranks)),
         listed(device, {rank}) {
@@ -178,6 +180,15 @@ const std::vector<Case> kCases{
        r.args.documents = r.documents.view();
      },
      [](OneRun& r) { r.documents.set(1, 101); }, true},
+    {"bidirectional", "'bidirectional' differs between ranks",
+     [](OneRun& r) {
+       r.one_sequence();
+       r.args.bidirectional = r.images.view({2, 2});
+     },
+     [](OneRun& r) { r.images.set(1, 101); }, true},
+    {"prefix_len", "'prefix_len' differs between ranks",
+     [](OneRun& r) { r.args.prefix_len = r.prefix.view(); }, [](OneRun& r) { r.prefix.set(1, 3); },
+     true, [](Options& o) { o.mask.prefix = 5; }},
     {"skip_decode", "'skip_decode' differs between ranks", nothing,
      [](OneRun& r) { r.args.skip_decode = true; }},
     // A map of rows that came from another rank must not be followed.

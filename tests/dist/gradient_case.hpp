@@ -26,6 +26,9 @@ inline void give_terms(AttentionArgs& a, HostProblem& p) {
   if (!s.causal.empty()) a.causal = Tensor(s.causal.data(), {p.batch()});
   if (!s.documents.empty())
     a.documents = Tensor(s.documents.data(), {p.batch(), p.starts_of_one()});
+  if (!s.bidirectional.empty())
+    a.bidirectional = Tensor(s.bidirectional.data(), {p.batch(), p.ranges_of_one(), 2});
+  if (!s.prefix.empty()) a.prefix_len = Tensor(s.prefix.data(), {p.batch()});
   if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {p.batch()});
   if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {p.batch()});
 }
@@ -60,6 +63,23 @@ inline HostShape random_shape(std::mt19937& random) {
       const std::int64_t starts[] = {n / 10, n / 3, n / 3, n - n / 8};
       s.documents.insert(s.documents.end(), std::begin(starts), std::end(starts));
     }
+  if (one_in(3)) {
+    s.mask.chunk = 1 + static_cast<int>(random() % 100);
+    s.mask.lookback = static_cast<int>(random() % 3);
+  }
+  if (s.documents.empty() && one_in(3)) {
+    s.mask.prefix = 1 + static_cast<int>(random() % 60);
+    if (one_in(2))
+      for (std::size_t b = 0; b < s.kv_len.size(); ++b)
+        s.prefix.push_back(static_cast<std::int32_t>(random() % (s.mask.prefix + 1)));
+  }
+  if (one_in(3)) {
+    s.mask.clamp_ranges = one_in(2);
+    for (const std::int64_t n : s.kv_len) {
+      const std::int64_t bounds[] = {n / 9, n / 3, n / 3, n - n / 4};
+      s.bidirectional.insert(s.bidirectional.end(), std::begin(bounds), std::end(bounds));
+    }
+  }
   if (one_in(3))
     for (const std::int32_t n : s.kv_len)
       s.left_padding.push_back(static_cast<std::int32_t>(random() % (n / 2 + 1)));

@@ -56,6 +56,8 @@ struct StrategyCase {
       << name(shape.mask.alignment) << " softcap " << shape.softcap << (shape.alibi ? " alibi" : "")
       << (shape.qq ? " qq" : "") << (sinks ? " sinks" : "")
       << (shape.documents.empty() ? "" : " documents") << (shape.causal.empty() ? "" : " flags")
+      << " chunk " << shape.mask.chunk << "," << shape.mask.lookback << " prefix "
+      << shape.mask.prefix << (shape.bidirectional.empty() ? "" : " ranges")
       << (shape.left_padding.empty() ? "" : " padding")
       << (shape.used_rows.empty() ? "" : " used rows") << (grows ? " grows" : "") << " rope "
       << shape.rope.dim << (shape.rope.interleaved ? "i" : "")
@@ -145,6 +147,23 @@ class Draw {
         if (one_in(3)) cuts[4] = cuts[5];  // fewer documents
         s.documents.insert(s.documents.end(), cuts.begin(), cuts.end());
       }
+    if (one_in(4)) s.mask.chunk = 1 + below(300);
+    if (s.mask.chunk > 0) s.mask.lookback = below(3);
+    if (s.documents.empty() && one_in(4)) {
+      s.mask.prefix = 1 + below(200);
+      if (one_in(2))
+        for (int b = 0; b < batch; ++b)
+          s.prefix.push_back(static_cast<std::int32_t>(below(s.mask.prefix + 1)));
+    }
+    if (one_in(4)) {
+      s.mask.clamp_ranges = one_in(2);
+      for (const std::int64_t length : s.kv_len) {
+        std::vector<std::int64_t> bounds;
+        for (int i = 0; i < 6; ++i) bounds.push_back(below(length + 1));
+        std::sort(bounds.begin(), bounds.end());
+        s.bidirectional.insert(s.bidirectional.end(), bounds.begin(), bounds.end());
+      }
+    }
     if (one_in(4))
       for (const std::int64_t length : s.kv_len)
         s.left_padding.push_back(
@@ -240,6 +259,8 @@ class RunArraysOn {
                            &args.qq_bias,
                            &args.causal,
                            &args.documents,
+                           &args.bidirectional,
+                           &args.prefix_len,
                            &args.left_padding,
                            &args.query_len,
                            &args.rope_cos,
@@ -542,6 +563,9 @@ class CaseRun {
     if (!s.causal.empty()) a.causal = Tensor(s.causal.data(), {batch});
     if (!s.documents.empty())
       a.documents = Tensor(s.documents.data(), {batch, problem_.starts_of_one()});
+    if (!s.bidirectional.empty())
+      a.bidirectional = Tensor(s.bidirectional.data(), {batch, problem_.ranges_of_one(), 2});
+    if (!s.prefix.empty()) a.prefix_len = Tensor(s.prefix.data(), {batch});
     if (!s.left_padding.empty()) a.left_padding = Tensor(s.left_padding.data(), {batch});
     if (!s.used_rows.empty()) a.query_len = Tensor(s.used_rows.data(), {batch});
     if (problem_.tables) {

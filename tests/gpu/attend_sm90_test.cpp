@@ -196,6 +196,27 @@ TEST(AttendSm90, DocumentsAndLeftOutDecodes) {
       }
 }
 
+TEST(AttendSm90, ChunksRangesAndPrefixes) {
+  LONGSPAN_NEEDS_HOPPER();
+  for (const int ranks : {1, 2})
+    for (const std::optional<Alibi> alibi : {std::optional<Alibi>{}, std::optional{Alibi::query}})
+      for (const Mask& mask :
+           {Mask{.causal = true, .chunk = 200}, Mask{.chunk = 100, .lookback = 1},
+            Mask{.causal = true, .window = 130, .prefix = 180},
+            Mask{.causal = true, .window = 150, .clamp_ranges = true}, Mask{.causal = true}}) {
+        tests::Serving s{.dtype = DType::bf16,
+                         .q_lens = {150, 40, 300},
+                         .kv_lens = {700, 333, 300},
+                         .mask = mask,
+                         .page = 0};
+        s.alibi = alibi;
+        if (mask.prefix > 0) s.prefix = {180, 20, 0};
+        if (mask.prefix == 0)
+          s.bidirectional = {500, 650, 660, 700, 300, 310, 310, 333, 0, 140, 290, 300};
+        tests::check_dealt(s, {.ranks = ranks, .on_hopper = true});
+      }
+}
+
 // Pages are copied together first; then the sequence's context and its new rows are one.
 TEST(AttendSm90, ChunkedPrefill) {
   LONGSPAN_NEEDS_HOPPER();

@@ -240,6 +240,21 @@ TEST(DecodeFeatures, DocumentsInOneSequence) {
       }
 }
 
+TEST(DecodeFeatures, ChunksRangesAndPrefixes) {
+  LONGSPAN_NEEDS_GPU();
+  for (const DType dtype : kTypes)
+    for (const int ranks : {1, 2})
+      for (const Mask& mask :
+           {Mask{.causal = true, .chunk = 128}, Mask{.causal = true, .window = 200, .prefix = 150},
+            Mask{.chunk = 50, .lookback = 2, .prefix = 10}, Mask{.causal = true, .window = 9}}) {
+        Serving s{.dtype = dtype, .q_lens = {1, 12, 3, 16}, .kv_lens = {500, 130, 1000, 300}};
+        s.mask = mask;
+        if (mask.prefix > 100) s.prefix = {150, 3, 0, 40};
+        if (mask.prefix == 0) s.bidirectional = {400, 500, 90, 125, 998, 999, 280, 290};
+        check(s, {Layout::contiguous, ranks});
+      }
+}
+
 TEST(DecodeFeatures, WhatEachSequenceHides) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)

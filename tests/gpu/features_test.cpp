@@ -165,6 +165,32 @@ TEST(Features, Documents) {
           }
 }
 
+/// Chunks, ranges of images and prefixes, of one sequence and of a batch.
+TEST(Features, ChunksRangesAndPrefixes) {
+  LONGSPAN_NEEDS_GPU();
+  const Mask masks[] = {{.causal = true, .chunk = 90},
+                        {.causal = true, .chunk = 60, .lookback = 1, .prefix = 35},
+                        {.chunk = 130},
+                        {.causal = true, .window = 50, .prefix = 70},
+                        {.causal = true, .window = 40, .clamp_ranges = true}};
+  for (const DType dtype : kTypes)
+    for (const Mask& mask : masks)
+      for (const int ranks : {1, 2}) {
+        const auto own = static_cast<std::int32_t>(reduced(300, 66));
+        Serving s{.heads = 2,
+                  .kv_heads = 1,
+                  .dtype = dtype,
+                  .q_lens = {reduced(150, 40), 20, own},
+                  .kv_lens = {reduced(700, 200), 50, own}};
+        s.mask = mask;
+        s.page = ranks == 1 ? 0 : 16;
+        s.alibi = ranks == 1 ? Alibi::query : Alibi::context;
+        if (mask.prefix > 0) s.prefix = {20, static_cast<std::int32_t>(mask.prefix), 0};
+        if (mask.prefix == 0) s.bidirectional = {165, 180, 190, 200, 20, 45, 45, 50, 0, 30, 30, 66};
+        check_dealt(s, {.ranks = ranks});
+      }
+}
+
 TEST(Features, WhatEachSequenceHides) {
   LONGSPAN_NEEDS_GPU();
   for (const DType dtype : kTypes)

@@ -95,6 +95,21 @@ std::vector<GradientCase> features(const GradientCase& of) {
     c.documents = {3, 50, 50, 111};
     c.mask.causal = true;
   });
+  with([](GradientCase& c) { c.mask = {.causal = true, .chunk = 40, .lookback = 1}; });
+  with([](GradientCase& c) {
+    c.query_len = {60, 40};
+    c.kv_len = {90, 130};
+    c.bidirectional = {35, 70, 80, 90, 95, 96, 100, 130};
+    c.mask = {.causal = true, .window = 30, .clamp_ranges = true};
+  });
+  with([](GradientCase& c) {
+    c.query_len = {60, 40};
+    c.kv_len = {90, 130};
+    c.prefix = {20, 55};
+    c.bidirectional = {35, 70, 80, 90, 95, 96, 100, 130};
+    c.mask = {.causal = true, .window = 30, .prefix = 70};
+    c.alibi = Alibi::query;
+  });
   with([](GradientCase& c) {
     c.softcap = 1.5f;
     c.mask.causal = true;

@@ -217,6 +217,11 @@ inline ServingResult run_share(const ServingProblem& problem, const Dealt& dealt
     if (!s.documents.empty())
       p.documents = {ServingArrays::pointer<std::int64_t>(a.documents), s.starts_of_one() - 1,
                      s.starts_of_one()};
+    if (!s.bidirectional.empty()) {
+      const std::int64_t each = std::ssize(s.bidirectional) / s.batch() / 2;
+      p.ranges = {ServingArrays::pointer<std::int64_t>(a.bidirectional), each, 2 * each};
+    }
+    if (!s.prefix.empty()) p.batch.prefix = ServingArrays::pointer<std::int32_t>(a.prefix);
     if (!s.left_padding.empty())
       p.batch.left_padding = ServingArrays::pointer<std::int32_t>(a.left_padding);
     if (!s.used_rows.empty()) p.batch.used_rows = ServingArrays::pointer<std::int32_t>(a.used_rows);

@@ -30,6 +30,29 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 Mutant = collections.namedtuple("Mutant", "name file family breaks old new")
 
 MUTANTS = [
+    # ---- masks ---------------------------------------------------------------------------------
+    Mutant("decode-chunks-unseen", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
+           "One query sees all keys, whatever its chunk.",
+           old="p_.mask.window == 0 &&\n"
+               "                          p_.mask.chunk == 0 &&",
+           new="p_.mask.window == 0 &&"),
+    Mutant("prefix-left-out", "kernels/cuda/dispatch/backend.cu", "portable",
+           "The prefix has no pass of its own.",
+           old="      p.only_prefix = p.resume = true;\n"
+               "      cuda::attend(p, gpu_, stream_of(stream));\n",
+           new=""),
+    Mutant("prefix-forgets-the-rest", "kernels/cuda/dispatch/backend.cu", "decode",
+           "The pass of the prefix does not start from the state of the first one.",
+           old="p.only_prefix = p.resume = true;",
+           new="p.only_prefix = true;"),
+    Mutant("prefix-gradients-left-out", "kernels/cuda/gradients/attend_gradients.cu", "gradients",
+           "The keys of the prefix, and what rows get of them, have no gradients.",
+           old="  attend_interval(rest, gpu, stream);\n",
+           new=""),
+    Mutant("hopper-images-one-sided", "kernels/cuda/hopper/attend_sm90_scheduler.cuh", "hopper",
+           "ALiBi takes no later key for seen, where images see some.",
+           old="params_.sees_no_later_key(found.sequence)",
+           new="params_.is_causal(found.sequence)"),
     # ---- decode --------------------------------------------------------------------------------
     Mutant("decode-scheduler-views-overwritten", "kernels/cuda/decode/decode_scheduler.cuh", "decode",
            "A lane writes a next piece's views into the slot while others still "

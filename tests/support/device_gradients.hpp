@@ -37,11 +37,13 @@ struct GradientCase {
   std::optional<Alibi> alibi = {};
   bool slopes_of_sequences = false;
   double dropout = 0;
-  bool qq = false;                              // a third of the entries off the diagonal are -inf
-  std::vector<std::uint8_t> causal = {};        // per sequence
-  std::vector<std::int64_t> documents = {};     // [batch, count + 1]
-  std::vector<std::int32_t> left_padding = {};  // per sequence
-  std::vector<std::int32_t> used_rows = {};     // per sequence
+  bool qq = false;                               // a third of the entries off the diagonal are -inf
+  std::vector<std::uint8_t> causal = {};         // per sequence
+  std::vector<std::int64_t> documents = {};      // [batch, count + 1]
+  std::vector<std::int64_t> bidirectional = {};  // [batch, count, 2]
+  std::vector<std::int32_t> prefix = {};         // per sequence, in place of the mask's
+  std::vector<std::int32_t> left_padding = {};   // per sequence
+  std::vector<std::int32_t> used_rows = {};      // per sequence
   Sharding keys = {};
   int key_ranks = 1;
   Sharding rows = {};
@@ -274,13 +276,18 @@ class DeviceGradients {
     return all;
   }
 
-  Interval visible(int b, std::int64_t t) const {
+  Mask mask_of(int b) const {
     Mask mask = c.mask;
     if (!c.causal.empty()) mask.causal = c.causal[b] != 0;
+    if (!c.prefix.empty()) mask.prefix = c.prefix[b];
+    return mask;
+  }
+  Interval visible(int b, std::int64_t t) const {
     if (t >= used(b)) return {};
-    const Interval seen = launcher::seen_keys(mask, context(b) + t, c.kv_len[b],
+    const Interval seen = launcher::seen_keys(mask_of(b), context(b) + t, c.kv_len[b],
                                               launcher::of_sequence(c.documents, b, c.batch()),
-                                              c.left_padding.empty() ? 0 : c.left_padding[b]);
+                                              c.left_padding.empty() ? 0 : c.left_padding[b],
+                                              launcher::of_sequence(c.bidirectional, b, c.batch()));
     return {std::max<std::int64_t>(0, seen.begin), seen.end};
   }
   template <class Visit>
@@ -288,8 +295,13 @@ class DeviceGradients {
     for (int b = 0; b < c.batch(); ++b)
       for (std::int64_t t = 0; t < c.query_len[b]; ++t) {
         const Interval seen = visible(b, t);
+        std::vector<double> hidden;
+        launcher::hide_unseen(hidden, mask_of(b), context(b) + t, c.kv_len[b],
+                              c.left_padding.empty() ? 0 : c.left_padding[b],
+                              launcher::of_sequence(c.bidirectional, b, c.batch()));
         for (int h = 0; h < c.heads; ++h)
-          for (std::int64_t j = seen.begin; j < seen.end; ++j) visit(b, h, t, j);
+          for (std::int64_t j = seen.begin; j < seen.end; ++j)
+            if (hidden.empty() || hidden[j] == 0) visit(b, h, t, j);
       }
   }
 
@@ -434,6 +446,8 @@ class DeviceGradients {
           whole_start(on(device, of.row_start)),
           causal(on(device, of.c.causal)),
           documents(on(device, of.c.documents)),
+          bidirectional(on(device, of.c.bidirectional)),
+          prefix(on(device, of.c.prefix)),
           left_padding(on(device, of.c.left_padding)),
           used_rows(on(device, of.c.used_rows)),
           slopes(on(device, of.slopes_)),
@@ -448,6 +462,10 @@ class DeviceGradients {
       const std::int64_t each = std::ssize(c.documents) / c.batch();
       if (each > 0)
         p.documents = {static_cast<const std::int64_t*>(documents.data()), each - 1, each};
+      const std::int64_t ranges = std::ssize(c.bidirectional) / c.batch() / 2;
+      if (ranges > 0)
+        p.ranges = {static_cast<const std::int64_t*>(bidirectional.data()), ranges, 2 * ranges};
+      if (!c.prefix.empty()) p.batch.prefix = static_cast<const std::int32_t*>(prefix.data());
       if (!c.left_padding.empty())
         p.batch.left_padding = static_cast<const std::int32_t*>(left_padding.data());
       if (!c.used_rows.empty())
@@ -459,7 +477,8 @@ class DeviceGradients {
       }
       if (c.qq) p.bias.qq = {{static_cast<const float*>(qq.data())}, of.qq_width(), of.qq_width()};
     }
-    Buffer kv_len, whole_start, causal, documents, left_padding, used_rows, slopes, qq;
+    Buffer kv_len, whole_start, causal, documents, bidirectional, prefix, left_padding, used_rows,
+        slopes, qq;
   };
 
   void give_geometry(kernels::GradientParams& p) const {

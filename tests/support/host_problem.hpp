@@ -47,13 +47,15 @@ struct HostShape {
   bool scales_per_head = false;
   bool scales_of_sequences = false;  // and of each kv head
   std::optional<Alibi> alibi = {};
-  bool slopes_of_sequences = false;             // else all have the same
-  bool qq = false;                              // a third of the entries off the diagonal are -inf
-  DType bias_dtype = DType::fp32;               // of slopes and qq
-  std::vector<std::uint8_t> causal = {};        // per sequence
-  std::vector<std::int64_t> documents = {};     // [batch, count + 1]
-  std::vector<std::int32_t> left_padding = {};  // per sequence
-  std::vector<std::int32_t> used_rows = {};     // per sequence
+  bool slopes_of_sequences = false;              // else all have the same
+  bool qq = false;                               // a third of the entries off the diagonal are -inf
+  DType bias_dtype = DType::fp32;                // of slopes and qq
+  std::vector<std::uint8_t> causal = {};         // per sequence
+  std::vector<std::int64_t> documents = {};      // [batch, count + 1]
+  std::vector<std::int64_t> bidirectional = {};  // [batch, count, 2]
+  std::vector<std::int32_t> prefix = {};         // per sequence, in place of the mask's
+  std::vector<std::int32_t> left_padding = {};   // per sequence
+  std::vector<std::int32_t> used_rows = {};      // per sequence
   bool skip_decode = false;
   kernels::KeyParts parts = {};
   RopeOptions rope = {};                 // of layers: q is not rotated yet, nor is new_k; k is
@@ -117,6 +119,8 @@ class HostProblem {
   }
   /// The numbers in shape.documents of each sequence.
   std::int64_t starts_of_one() const { return std::ssize(shape.documents) / batch(); }
+  /// The ranges in shape.bidirectional of each sequence.
+  std::int64_t ranges_of_one() const { return std::ssize(shape.bidirectional) / batch() / 2; }
 
   /// The arguments of a rank's attention; `shard.rank` and `shard.table` as given.
   kernels::AttendParams params(const Shard& shard, kernels::StateSlots state, int slot) {
@@ -139,6 +143,9 @@ class HostProblem {
     p.batch.skip_decode = shape.skip_decode;
     if (!shape.documents.empty())
       p.documents = {shape.documents.data(), starts_of_one() - 1, starts_of_one()};
+    if (!shape.bidirectional.empty())
+      p.ranges = {shape.bidirectional.data(), ranges_of_one(), 2 * ranges_of_one()};
+    p.batch.prefix = shape.prefix.empty() ? nullptr : shape.prefix.data();
     p.batch.left_padding = shape.left_padding.empty() ? nullptr : shape.left_padding.data();
     p.batch.used_rows = shape.used_rows.empty() ? nullptr : shape.used_rows.data();
     if (shape.scales) {
@@ -393,13 +400,19 @@ class HostProblem {
     };
   }
 
-  Interval visible(int b, std::int64_t t) const {
+  Mask mask_of(int b) const {
     Mask mask = shape.mask;
     if (!shape.causal.empty()) mask.causal = shape.causal[b] != 0;
+    if (!shape.prefix.empty()) mask.prefix = shape.prefix[b];
+    return mask;
+  }
+  /// An interval that holds the keys which a row sees; biases() hides the others in it.
+  Interval visible(int b, std::int64_t t) const {
     if (t >= used_rows(b)) return {};
-    return launcher::seen_keys(mask, context(b) + t, shape.kv_len[b],
+    return launcher::seen_keys(mask_of(b), context(b) + t, shape.kv_len[b],
                                launcher::of_sequence(shape.documents, b, batch()),
-                               shape.left_padding.empty() ? 0 : shape.left_padding[b]);
+                               shape.left_padding.empty() ? 0 : shape.left_padding[b],
+                               launcher::of_sequence(shape.bidirectional, b, batch()));
   }
 
   /// [batch][kv_len] whether some row sees the key.
@@ -418,9 +431,13 @@ class HostProblem {
 
   /// [kv_len] in natural units, for row t of sequence b; empty where there are none.
   std::vector<double> biases(int b, int head, std::int64_t t) const {
-    if (!shape.alibi && !shape.qq) return {};
-    std::vector<double> bias(shape.kv_len[b]);
+    std::vector<double> bias;
     const std::int64_t first = context(b);
+    launcher::hide_unseen(bias, mask_of(b), first + t, shape.kv_len[b],
+                          shape.left_padding.empty() ? 0 : shape.left_padding[b],
+                          launcher::of_sequence(shape.bidirectional, b, batch()));
+    if (!shape.alibi && !shape.qq) return bias;
+    bias.resize(shape.kv_len[b]);
     for (std::int64_t j = 0; j < shape.kv_len[b]; ++j) {
       if (shape.alibi)
         bias[j] += slope_of(b, head) * launcher::alibi_term(*shape.alibi, first + t, j, first);

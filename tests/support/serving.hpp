@@ -49,12 +49,14 @@ struct Serving {
   bool slopes_of_sequences = false;  // else all have the same
   bool qq_bias = false;              // a tree of drafts: -inf between branches
   bool sinks = false;
-  DType small_dtype = DType::fp32;              // of sinks, slopes and qq_bias
-  std::vector<std::int64_t> documents = {};     // [batch, count + 1] starts and end
-  std::vector<std::int32_t> left_padding = {};  // of each sequence
-  std::vector<std::int32_t> used_rows = {};     // of each sequence
-  bool per_head_scales = false;                 // of fp8
-  float out_scale = 0;                          // 0: none
+  DType small_dtype = DType::fp32;               // of sinks, slopes and qq_bias
+  std::vector<std::int64_t> documents = {};      // [batch, count + 1] starts and end
+  std::vector<std::int64_t> bidirectional = {};  // [batch, count, 2] ranges
+  std::vector<std::int32_t> prefix = {};         // of each sequence, in place of the mask's
+  std::vector<std::int32_t> left_padding = {};   // of each sequence
+  std::vector<std::int32_t> used_rows = {};      // of each sequence
+  bool per_head_scales = false;                  // of fp8
+  float out_scale = 0;                           // 0: none
   bool skip_decode = false;
 
   int page = 16;            // keys in a page; 0: keys follow each other
@@ -114,6 +116,10 @@ inline std::string describe(const Serving& s) {
   if (s.alibi)
     text += fmt::format(" ALiBi {}{}", name(*s.alibi), s.slopes_of_sequences ? " by sequence" : "");
   if (!s.documents.empty()) text += fmt::format(" documents {}", s.documents);
+  if (s.mask.chunk > 0) text += fmt::format(" chunk {}, {}", s.mask.chunk, s.mask.lookback);
+  if (s.mask.prefix > 0) text += fmt::format(" prefix {} {}", s.mask.prefix, s.prefix);
+  if (!s.bidirectional.empty())
+    text += fmt::format(" ranges {}{}", s.bidirectional, s.mask.clamp_ranges ? " clamped" : "");
   if (!s.left_padding.empty()) text += fmt::format(" padding {}", s.left_padding);
   if (!s.used_rows.empty()) text += fmt::format(" used rows {}", s.used_rows);
   if (s.out_scale != 0) text += fmt::format(" out_scale {}", s.out_scale);

@@ -126,14 +126,19 @@ class ServingProblem {
   }
   bool skipped(int b) const { return shape.skip_decode && shape.q_lens[b] == 1; }
 
+  Mask mask_of(int b) const {
+    Mask rule = shape.mask;
+    if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
+    if (!shape.prefix.empty()) rule.prefix = shape.prefix[b];
+    return rule;
+  }
   /// Positions that the query at `position` of sequence b sees. Rows that are not used see nothing.
   Interval visible(int b, std::int64_t position) const {
     if (position >= shape.kv_lens[b]) return {};
-    Mask rule = shape.mask;
-    if (!shape.causal.empty()) rule.causal = shape.causal[b] != 0;
-    return launcher::seen_keys(rule, position, shape.kv_lens[b],
+    return launcher::seen_keys(mask_of(b), position, shape.kv_lens[b],
                                launcher::of_sequence(shape.documents, b, shape.batch()),
-                               shape.left_padding.empty() ? 0 : shape.left_padding[b]);
+                               shape.left_padding.empty() ? 0 : shape.left_padding[b],
+                               launcher::of_sequence(shape.bidirectional, b, shape.batch()));
   }
 
   /// The new keys or values of every sequence, of `dtype`: rows as q's [tokens, kv_heads, dim].
@@ -289,8 +294,11 @@ class ServingProblem {
     const Serving& s = shape;
     const std::int64_t position = context(b) + t;
     std::vector<double> bias;
+    launcher::hide_unseen(bias, mask_of(b), position, s.kv_lens[b],
+                          s.left_padding.empty() ? 0 : s.left_padding[b],
+                          launcher::of_sequence(s.bidirectional, b, s.batch()));
     if (s.alibi || s.qq_bias) {
-      bias.assign(s.kv_lens[b], 0.0);
+      bias.resize(s.kv_lens[b]);
       for (std::int64_t j = 0; j < s.kv_lens[b]; ++j) {
         if (s.alibi) {
           const int row = s.slopes_of_sequences ? b : 0;

@@ -63,7 +63,7 @@ struct ServingArrays {
   Cache cache;                     // its host copy; k and v are dropped once they are on the device
   Shard shard;                     // in the device's form
   Buffer q, k, v, table, key_table, query_start, kv_len, causal, sinks, slopes, qq, documents,
-      left_padding, used_rows, q_scale, k_scale, v_scale, out_scale, out, lse;
+      bidirectional, left_padding, used_rows, q_scale, k_scale, v_scale, out_scale, out, lse;
 
   ServingArrays(Device where, const ServingProblem& p, const Shard& host_shard,
                 const std::vector<std::int64_t>& shard_table = {},
@@ -96,6 +96,8 @@ struct ServingArrays {
     slopes = on_device(device, p.slopes);
     qq = on_device(device, p.qq);
     documents = on_device(device, s.documents);
+    bidirectional = on_device(device, s.bidirectional);
+    prefix = on_device(device, s.prefix);
     left_padding = on_device(device, s.left_padding);
     used_rows = on_device(device, s.used_rows);
     q_scale = on_device(device, p.q_scale);
@@ -226,6 +228,11 @@ struct ServingArrays {
       r.documents = {static_cast<const std::int64_t*>(documents.data()),
                      {s.batch(), s.starts_of_one()},
                      device};
+    if (!s.bidirectional.empty())
+      r.bidirectional = {static_cast<const std::int64_t*>(bidirectional.data()),
+                         {s.batch(), std::ssize(s.bidirectional) / s.batch() / 2, 2},
+                         device};
+    if (!s.prefix.empty()) r.prefix_len = array<std::int32_t>(prefix, s.batch());
     if (!s.left_padding.empty()) r.left_padding = array<std::int32_t>(left_padding, s.batch());
     if (!s.used_rows.empty()) r.query_len = array<std::int32_t>(used_rows, s.batch());
     r.skip_decode = s.skip_decode;

@@ -85,9 +85,9 @@ class DecodeScheduler {
     const Sequence sequence = sequence_of(p_, work.sequence);  // its lengths are loaded with the
                                                                // query's
     if (work.rows == 0) return false;
-    // One query without a window sees every key, so no view needs to be computed.
+    // One query without a window or chunks sees every key, so no view needs to be computed.
     const bool sees_all = sequence.kv_len - sequence.context_len == 1 && p_.mask.window == 0 &&
-                          !p_.documents && !p_.batch.hides() && !p_.parts &&
+                          p_.mask.chunk == 0 && !p_.documents && !p_.batch.hides() && !p_.parts &&
                           p_.shard.layout != Layout::listed;
 #pragma unroll
     for (int first = 0; first < Traits::kRows; first += 32) {

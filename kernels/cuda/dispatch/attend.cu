@@ -188,16 +188,16 @@ bool attend_gathered(const GatheredParams& g, const Gpu& gpu, cudaStream_t strea
   const bool paged16 = p.pages && p.kv_dtype == p.dtype && p.q_dtype == p.dtype;
   p.pages = {};
   p.k = p.v = KvRows(g.room, std::int64_t{p.kv_heads} * p.head_dim, p.head_dim);
-  if (!paged16 || p.invariant || p.queries.ranks > 1 || gather_capacity(p, g.room_bytes) == 0 ||
-      !may_hold(p, Lengths::only_long) ||
+  if (!paged16 || p.invariant || p.sees_prefix() || p.queries.ranks > 1 ||
+      gather_capacity(p, g.room_bytes) == 0 || !may_hold(p, Lengths::only_long) ||
       serving(p, kind_of(p, Lengths::only_long, gpu)).finishes(p, m) != Ends::itself)
     return false;
   return finish_long(gather_keys(g, stream), m, gpu, stream);
 }
 
 bool is_decode(const AttendParams& p) {
-  return !p.resume && !p.parts && !p.batch.skip_decode && may_hold(p, Lengths::only_short) &&
-         !may_hold(p, Lengths::only_long);
+  return !p.resume && !p.sees_prefix() && !p.parts && !p.batch.skip_decode &&
+         may_hold(p, Lengths::only_short) && !may_hold(p, Lengths::only_long);
 }
 
 bool writes_new_keys(const AttendParams& p, const Gpu& gpu) {
@@ -220,8 +220,8 @@ bool attend_finished(const AttendParams& p, const MergeParams& m, const Gpu& gpu
 
 bool takes_arrivals(const AttendParams& p, const MergeParams& m, const Gpu& gpu) {
   static_assert(KeyArrivals::kLeastRows == kShortQuery + 1);
-  if (p.arrivals == nullptr || p.shard.ranks != 1 || m.states.slots != 1 || m.rows != nullptr ||
-      !may_hold(p, Lengths::only_long) || may_hold(p, Lengths::only_short))
+  if (p.arrivals == nullptr || p.sees_prefix() || p.shard.ranks != 1 || m.states.slots != 1 ||
+      m.rows != nullptr || !may_hold(p, Lengths::only_long) || may_hold(p, Lengths::only_short))
     return false;
   const CudaFamily& family = serving(p, kind_of(p, Lengths::only_long, gpu));
   return family.takes_arrivals != nullptr && family.takes_arrivals(p) &&

@@ -77,6 +77,10 @@ class CudaBackend final : public Backend {
     if (p.bias.qq && is_fp8(p.bias.qq.values.dtype))
       throw Unsupported(std::string("qq_bias of ") + name(p.bias.qq.values.dtype) +
                         ": the CUDA kernels take fp32, fp16 and bf16");
+    if (p.sees_prefix() && p.invariant)
+      throw Unsupported(
+          "a prefix with window or chunks and invariant: CUDA kernels take it in two passes, whose "
+          "order is not the fixed one; leave invariant off");
     if (p.bias && std::max(p.shard.length, p.max_kv_len) > std::int64_t{1} << 31)
       throw Unsupported(
           "ALiBi or qq_bias with more than 2^31 keys in a sequence: the CUDA kernels " +
@@ -84,7 +88,10 @@ class CudaBackend final : public Backend {
   }
 
   std::size_t attend_scratch(const AttendParams& bounds) const override {
-    const auto states = [this](const AttendParams& p) { return cuda::scratch_bound(p, gpu_); };
+    const auto states = [this](AttendParams p) {
+      p.resume = p.resume || p.sees_prefix();
+      return cuda::scratch_bound(p, gpu_);
+    };
     return bounds.indices ? sparse_scratch(bounds, states) : states(bounds);
   }
   using AttentionKernels::attend;
@@ -107,6 +114,13 @@ class CudaBackend final : public Backend {
     if (p.new_k.data != nullptr && !cuda::writes_new_keys(p, gpu_)) {
       append(append_of(p), stream);
       p.new_k = p.new_v = {};
+    }
+    if (p.sees_prefix()) {  // two passes, as kernels take one interval
+      cuda::attend(p, gpu_, stream_of(stream));
+      p.only_prefix = p.resume = true;
+      cuda::attend(p, gpu_, stream_of(stream));
+      queue(given, stream, begins);
+      return false;
     }
     Epilogue epilogue = given;
     if (auto* exchange = std::get_if<ExchangeParams>(&epilogue))

@@ -72,8 +72,9 @@ bool is_known(const AttendParams& p, const WorkPlan& plan) {
   const Batch& batch = p.batch;
   const bool lengths = batch.kv_len == nullptr && batch.query_start == nullptr &&
                        batch.key_start == nullptr && p.shard.table == nullptr;
-  return lengths && batch.causal == nullptr && !batch.hides() && !p.documents && !p.q_scale &&
-         !p.k_scale && !p.v_scale && plan.ticket == nullptr && plan.numbers.taken == nullptr;
+  return lengths && batch.causal == nullptr && !batch.hides() && !p.documents && !p.ranges &&
+         batch.prefix == nullptr && !p.q_scale && !p.k_scale && !p.v_scale &&
+         plan.ticket == nullptr && plan.numbers.taken == nullptr;
 }
 
 /// Counts the row tiles of the batch: exactly for one sequence; for several, with lengths on the

@@ -105,6 +105,8 @@ void queue(const GradientParams& p, const GradientKernel& kernel, const Gradient
 void check(const GradientParams& p) {
   check_head_dims(p.head_dim, p.value_dim);
   check_features(p, Device::cuda);
+  if (p.sees_prefix() && p.invariant)
+    throw Unsupported("gradients of a prefix with window or chunks and invariant: leave it off");
   if (p.pages || is_fp8(p.q_dtype) || is_fp8(p.kv_dtype) || is_fp8(p.dout_dtype))
     throw Unsupported("gradients of pages or of fp8: they are of contiguous fp32, fp16 and bf16");
   if (!p.k.dense() || !p.v.dense())
@@ -114,16 +116,8 @@ void check(const GradientParams& p) {
                       ": the CUDA kernels take fp32, fp16 and bf16");
 }
 
-}  // namespace
-
-bool stores_gradients(const GradientParams& p, const Gpu& gpu) {
-  return gpu.hopper_code && sm90::stores_gradients(p);
-}
-
-void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stream) {
-  check(p);
-  if (p.stores && !stores_gradients(p, gpu))
-    throw InputError("attend_gradients was given places for gradients that it leaves as sums");
+/// One interval of what rows see (Geometry::visible).
+void attend_interval(const GradientParams& p, const Gpu& gpu, cudaStream_t stream) {
   if (gpu.hopper_code && sm90::takes_gradients(p)) return sm90::attend_gradients(p, stream);
   const GradientFamily& family = serving(p, gpu);
   std::byte* scratch = p.scratch;
@@ -157,6 +151,23 @@ void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stre
   if (p.biases.slopes != nullptr && p.dq.data != nullptr && p.batch.size > 0)
     add_slope_gradients(p, slopes, stream);
   if (p.biases.qq != nullptr && p.bias.qq.width > 0 && p.tokens > 0) add_qq_gradients(p, stream);
+}
+
+}  // namespace
+
+bool stores_gradients(const GradientParams& p, const Gpu& gpu) {
+  return gpu.hopper_code && !p.sees_prefix() && sm90::stores_gradients(p);
+}
+
+void attend_gradients(const GradientParams& p, const Gpu& gpu, cudaStream_t stream) {
+  check(p);
+  if (p.stores && !stores_gradients(p, gpu))
+    throw InputError("attend_gradients was given places for gradients that it leaves as sums");
+  attend_interval(p, gpu, stream);
+  if (!p.sees_prefix()) return;
+  GradientParams rest = p;  // as kernels take one interval
+  rest.only_prefix = rest.resume_rows = rest.resume_keys = true;
+  attend_interval(rest, gpu, stream);
 }
 
 std::size_t gradient_scratch(const GradientParams& bounds, const Gpu& gpu) {

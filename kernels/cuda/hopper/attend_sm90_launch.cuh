@@ -107,8 +107,9 @@ unsigned slots_of(const AttendParams& params) {
 template <class T>
 unsigned own_slots_of(const AttendParams& params) {
   const KeyArrivals* const arrivals = params.arrivals;
-  if (arrivals == nullptr || arrivals->portions == 0 || params.documents || params.batch.hides() ||
-      params.batch.causal != nullptr || params.queries.layout == Layout::ranges)
+  if (arrivals == nullptr || arrivals->portions == 0 || params.documents || params.ranges ||
+      params.batch.hides() || params.batch.causal != nullptr ||
+      params.queries.layout == Layout::ranges)
     return 0;
   const KeyArrivals::Portion* const first = arrivals->portion + arrivals->portions - 1;
   if (!first->is_own()) return 0;

@@ -212,7 +212,7 @@ class Scheduler {
           params_.shard.for_sequence(found.sequence)
               .order(params_.batch.keys(found.sequence, params_.shard));
     if constexpr (T::kScores == ScoreKind::any)
-      find_alibi(params_.bias, params_.is_causal(found.sequence), shared_.key_positions,
+      find_alibi(params_.bias, params_.sees_no_later_key(found.sequence), shared_.key_positions,
                  found.sequence, tile.head, found.context_len,
                  static_cast<int>(params_.query_index(found.sequence, tile.row)),
                  shared_.alibi.terms[work_.stage]);

@@ -13,6 +13,7 @@ from longspan import Communicator, InputError, Sharding, UnsupportedError, atten
 from longspan._attention import ALONE
 from longspan._communicators import warn_of_others
 from longspan._shards import _cuts, contradiction, refuse
+from longspan.mask import Mask, arguments_of
 
 from ._groups import Ranks, alone_name, known, name_of
 from ._layouts import layout_text, rule_of, shard_of, unshard_of
@@ -128,9 +129,9 @@ def scaled_dot_product_attention(
         query: [batch, heads, tokens, dim] or [heads, tokens, dim], float32, float16 or bfloat16; on CPUs also
             float64.
         key: [batch, kv_heads, keys, dim]; value: [batch, kv_heads, keys, value_dim]; this rank's.
-        attn_mask: None, or torch.nn.attention.bias.causal_lower_right(...) or causal_upper_left(...),
-            of the lengths over all ranks or of this rank's. Others, such as masks of numbers, are
-            refused.
+        attn_mask: None; one of longspan.mask, which then says causal and window too; or
+            torch.nn.attention.bias.causal_lower_right(...) or causal_upper_left(...), of the lengths over
+            all ranks or of this rank's. Others, such as masks of numbers, are refused.
         dropout_p: drop weights with this probability, in [0, 1). The mask is a function of the seed, the sequence's
             number in the batch, the head and the positions alone: the same for any number of ranks.
         is_causal: a token sees keys up to its own position in the whole sequence. With as many query
@@ -184,7 +185,12 @@ def scaled_dot_product_attention(
     True
     """
     _check_alignment(causal_alignment, (None, "lower_right", "upper_left"))
-    if attn_mask is not None:
+    of_mask = None
+    if isinstance(attn_mask, Mask):
+        of_mask = arguments_of(attn_mask, dict(causal=is_causal, window_size=window_size) | _NO_MASK)
+        is_causal, window_size = of_mask.pop("causal"), of_mask.pop("window_size")
+        of_mask = _of_mask(query, **of_mask)
+    elif attn_mask is not None:
         is_causal, causal_alignment = _causal_of(attn_mask, is_causal, causal_alignment)
     _check_dropout(dropout_p)
     try:
@@ -201,10 +207,13 @@ def scaled_dot_product_attention(
         return _run(query, key, value, -3, return_lse, name, keys, queries,
                     is_causal, scale, window_size, softcap, alibi_slopes, sinks, documents, cache_leftpad, None, total_keys,
                     total_queries, is_causal and causal_alignment is None, invariant, strategy, causal_alignment,
-                    dropout_p, dropout_seed)
+                    dropout_p, dropout_seed, of_mask)
     except Exception:
         _check(query, key, value, -3)
         raise
+
+
+_NO_MASK = {name: value for name, value in Mask().arguments().items() if name not in ("causal", "window_size")}
 
 
 def _check_dropout(p: float) -> None:
@@ -244,7 +253,7 @@ def _causal_of(attn_mask, is_causal: bool, alignment: str | None):
 
 def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, window_size, softcap, alibi_slopes,
          sinks, documents, cache_leftpad, cache_seqlens, total_keys, total_queries, equal_lengths, invariant, strategy,
-         alignment, dropout_p, dropout_seed):
+         alignment, dropout_p, dropout_seed, of_mask=None):
     """Heads are in dimension -3, as in torch, or -2."""
     options = {"causal": causal, "keys": layout_text(keys, "keys")}
     if queries is not None:
@@ -283,6 +292,8 @@ def _run(q, k, v, heads_dim, return_lse, name, keys, queries, causal, scale, win
         options["invariant"] = True
     if strategy != "auto":
         options["strategy"] = strategy
+    if of_mask:
+        options |= of_mask
     heads_first = heads_dim == -3
     if wants_grad(q, k, v, sinks, alibi_slopes):
         out, lse = attend_recorded(q, k, v, name, heads_first, **options)
@@ -305,7 +316,8 @@ _DEFAULTS = {name: argument.default for name, argument in inspect.signature(atte
 
 def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, causal, softmax_scale, window_size, causal_alignment, softcap,
                    alibi_slopes, sinks, documents, cache_leftpad, keys, queries, total_keys, total_queries, invariant, strategy,
-                   return_lse, dropout_p, dropout_seed, **others) -> Any:
+                   return_lse, dropout_p, dropout_seed, attention_chunk, chunk_lookback, prefix, prefix_lens, bidirectional,
+                   clamp_bidirectional, **others) -> Any:
     """longspan.attend of tensors that require grad."""
     for name, given in others.items():
         if isinstance(given, Tensor) or given != _DEFAULTS[name]:
@@ -323,7 +335,18 @@ def attend_tensors(q: Tensor, k: Tensor, v: Tensor, *, comm, causal, softmax_sca
     *arrays, dropout_seed = (t if t is None or isinstance(t, Tensor) else torch.as_tensor(t, device=q.device)
                              for t in (alibi_slopes, sinks, documents, cache_leftpad, dropout_seed))
     return _run(q, k, v, -2, return_lse, name, keys, queries, causal, softmax_scale, window_size, softcap, *arrays, None,
-                total_keys, total_queries, False, invariant, strategy, causal_alignment, dropout_p, dropout_seed)
+                total_keys, total_queries, False, invariant, strategy, causal_alignment, dropout_p, dropout_seed,
+                _of_mask(q, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback, prefix=prefix, prefix_lens=prefix_lens,
+                         bidirectional=bidirectional, clamp_bidirectional=clamp_bidirectional))
+
+
+def _of_mask(q: Tensor, **given) -> dict:
+    """The arguments of an operator for a mask: those that are not the default, arrays as tensors."""
+    made = {name: value for name, value in given.items() if value is not None and not (isinstance(value, int) and value == 0)}
+    for name, dtype in (("bidirectional", torch.int64), ("prefix_lens", torch.int32)):
+        if name in made:
+            made[name] = torch.as_tensor(made[name], device=q.device).to(dtype)
+    return made
 
 
 def _constants(alibi_slopes: Tensor | None) -> Tensor | None:

@@ -23,7 +23,8 @@ library = torch.library.Library("longspan", "DEF")
 _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     float? softmax_scale=None, SymInt window_left=-1,
     SymInt window_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None,
-    Tensor? documents=None, Tensor? cache_leftpad=None, Tensor? seqused_q=None,
+    SymInt attention_chunk=0, SymInt chunk_lookback=0, SymInt prefix=0, bool clamp_bidirectional=False,
+    Tensor? documents=None, Tensor? bidirectional=None, Tensor? prefix_lens=None, Tensor? cache_leftpad=None, Tensor? seqused_q=None,
     Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
     Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None,
     Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,
@@ -37,8 +38,9 @@ _MOST_BLOCK = 512  # keys of an interleaved block, which gather-kv takes
 _OF_STATES = ("gather-states", "scatter-states", "ring-q")  # strategies by which no keys travel
 
 
-_SMALL = ("alibi_slopes", "sinks", "documents", "cache_leftpad", "seqused_q", "q_descale", "k_descale", "v_descale")
-_OF_SEQUENCES = ("documents", "cache_leftpad", "seqused_q")  # of each sequence
+_SMALL = ("alibi_slopes", "sinks", "documents", "bidirectional", "prefix_lens", "cache_leftpad",
+          "seqused_q", "q_descale", "k_descale", "v_descale")
+_OF_SEQUENCES = ("documents", "bidirectional", "prefix_lens", "cache_leftpad", "seqused_q")  # of each sequence
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -175,13 +177,15 @@ def _attend_sharded(call, world, q, k, v, of_keys, of_rows, options):
 def sequences(q: Tensor, options: dict):
     """For calls of one sequence at a time: (b, the arguments among `options` that are of sequence b)."""
     batch = q.shape[0]
-    documents = options.get("documents")
-    if documents is not None and documents.dim() == 1 and batch > 1:
-        raise InputError(f"documents is {list(documents.shape)}; the batch has {batch} sequences: [batch, count + 1] "
-                         "is wanted")
+    for name, dims, wanted in (("documents", 1, "count + 1"), ("bidirectional", 2, "count, 2")):
+        given = options.get(name)
+        if given is not None and given.dim() == dims and batch > 1:
+            raise InputError(f"{name} is {list(given.shape)}; the batch has {batch} sequences: [batch, {wanted}] "
+                             "is wanted")
     arrays = {name: options[name] for name in _OF_SEQUENCES if isinstance(options.get(name), Tensor)}
     for b in range(batch):
-        own = {name: t if name == "documents" and t.dim() == 1 else t[b:b + 1] for name, t in arrays.items()}
+        own = {name: t if (name, t.dim()) in (("documents", 1), ("bidirectional", 2)) else t[b:b + 1]
+               for name, t in arrays.items()}
         if options.get("dropout_p"):
             own["dropout_sequences"] = torch.tensor([b], dtype=torch.int32, device=q.device)
         yield b, own

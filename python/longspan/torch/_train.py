@@ -30,14 +30,17 @@ from ._ops import (_attend, _define, _keys_as_read, _results, _rounded, _shares,
                    sequences)
 
 _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
-    float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0,
+    float? softmax_scale=None, SymInt window_left=-1, SymInt window_right=-1, SymInt attention_chunk=0,
+    SymInt chunk_lookback=0, SymInt prefix=0, bool clamp_bidirectional=False, float softcap=0.0,
     float dropout_p=0.0, str keys='contiguous', str queries='',
     SymInt? total_keys=None, SymInt? total_queries=None, bool equal_lengths=False,
     bool invariant=False, str strategy='auto', bool heads_first=False"""
-_WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right", "softcap",
+_WITH_GRADIENTS = frozenset(("causal", "causal_alignment", "softmax_scale", "window_left", "window_right",
+                             "attention_chunk", "chunk_lookback", "prefix", "clamp_bidirectional", "softcap",
                              "dropout_p", "keys", "queries", "total_keys", "total_queries", "equal_lengths", "invariant", "strategy"))
-_TERMS = "Tensor? sinks, Tensor? alibi_slopes, Tensor? documents, Tensor? cache_leftpad, Tensor? dropout_seed"
-_OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "cache_leftpad", "dropout_seed")  # in the order of _TERMS
+_OF_ARRAYS = ("sinks", "alibi_slopes", "documents", "bidirectional", "prefix_lens", "cache_leftpad", "dropout_seed")
+_SAVED = 5 + len(_OF_ARRAYS)  # tensors for a backward, with q, k, v, out and lse
+_TERMS = ", ".join(f"Tensor? {name}" for name in _OF_ARRAYS)
 _MOST_LAYERS = 16  # of a communicator: as many shapes may take turns
 _MOST_PLANS = 256
 
@@ -91,7 +94,7 @@ def _plan_of(world: Known, key: tuple) -> _Plan:
     return plan
 
 
-def _forward(comm: str, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, options, out=None) -> tuple:
+def _forward(comm: str, q, k, v, terms, options, out=None) -> tuple:
     """(out, lse, counts, key): the answers of the ranks where they were asked, and the key of the plan."""
     world, counts = known(comm), ()
     dims = q.dim()
@@ -107,8 +110,8 @@ def _forward(comm: str, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, 
             calls.append(given)
             return longspan.attend(q, k, v, **given)
 
-        out, lse = _attend(q, k, v, comm, return_lse=True, sinks=sinks, alibi_slopes=alibi_slopes, documents=documents,
-                           cache_leftpad=cache_leftpad, dropout_seed=dropout_seed, counts=counts, out=out, call=call, **options)
+        out, lse = _attend(q, k, v, comm, return_lse=True, **dict(zip(_OF_ARRAYS, terms)), counts=counts, out=out, call=call,
+                           **options)
         if len(calls) == 1:  # not a sequence after the other, nor none
             own = ("comm", "out", "lse", *_OF_ARRAYS)
             plan.forward = ATTEND | {name: given for name, given in calls[0].items() if name not in own}
@@ -117,22 +120,15 @@ def _forward(comm: str, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, 
         q = q.contiguous()
     k, v = _keys_as_read(k, v)
     given = plan.forward | {"q": q, "k": k, "v": v, "out": out, "comm": world.comm}
-    _add_terms(given, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed)
+    _add_terms(given, terms)
     out, lse = _core.attend(**given)
     return out, lse, counts, key
 
 
-def _add_terms(given: dict, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed) -> None:
-    if sinks is not None:
-        given["sinks"] = sinks.contiguous()
-    if alibi_slopes is not None:
-        given["alibi_slopes"] = alibi_slopes.contiguous()
-    if documents is not None:
-        given["documents"] = documents.contiguous()
-    if cache_leftpad is not None:
-        given["cache_leftpad"] = cache_leftpad.contiguous()
-    if dropout_seed is not None:
-        given["dropout_seed"] = dropout_seed
+def _add_terms(given: dict, terms) -> None:
+    for name, array in zip(_OF_ARRAYS, terms):
+        if array is not None:
+            given[name] = array if name == "dropout_seed" else array.contiguous()
 
 
 def _most_rows(rows: Lengths, ranks: int) -> int:
@@ -156,13 +152,16 @@ def _layer(world: Known, keys, queries, sizes: dict, options: dict) -> longspan.
 
 
 def _prepare_backward(plan: _Plan, world: Known, q, k, v, counts, causal=False, causal_alignment="lower_right",
-                      softmax_scale=None, window_left=-1, window_right=-1, softcap=0.0, dropout_p=0.0, keys="contiguous",
+                      softmax_scale=None, window_left=-1, window_right=-1, attention_chunk=0, chunk_lookback=0,
+                      prefix=0, clamp_bidirectional=False, softcap=0.0, dropout_p=0.0, keys="contiguous",
                       queries="", total_keys=None, total_queries=None, equal_lengths=False, invariant=False,
                       strategy="auto") -> None:
     """Collective where a layer is made."""
     batch = q.shape[0] if q.dim() == 4 else 1
     options = dict(causal=causal, causal_alignment=causal_alignment, softmax_scale=softmax_scale,
-                   window_size=(window_left, window_right), softcap=softcap, dropout_p=dropout_p, invariant=invariant,
+                   window_size=(window_left, window_right), attention_chunk=attention_chunk,
+                   chunk_lookback=chunk_lookback, prefix=prefix, clamp_bidirectional=clamp_bidirectional,
+                   softcap=softcap, dropout_p=dropout_p, invariant=invariant,
                    strategy=strategy)
     writes_all = q.numel() > 0 and k.numel() > 0
     one_by_one = False
@@ -196,9 +195,9 @@ def _prepare_backward(plan: _Plan, world: Known, q, k, v, counts, causal=False, 
     plan.one_by_one, plan.writes_all = one_by_one, writes_all and not one_by_one
 
 
-def _gradients(comm: str, key, dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
-               wants_sinks, wants_slopes, counts, options) -> tuple:
+def _gradients(comm: str, key, dout, dlse, q, k, v, out, lse, terms, wants_sinks, wants_slopes, counts, options) -> tuple:
     """dq, dk, dv in the shapes of q, k, v; dsinks and dslopes, or None."""
+    sinks, alibi_slopes = terms[:2]
     if q.dim() == 4 and q.shape[0] == 0:
         return *(torch.zeros_like(t) for t in (q, k, v)), *(torch.zeros_like(t) if wants else None for t, wants in
                                                             ((sinks, wants_sinks), (alibi_slopes, wants_slopes)))
@@ -215,7 +214,7 @@ def _gradients(comm: str, key, dout, dlse, q, k, v, out, lse, sinks, alibi_slope
     dq, dk, dv = new(q), new(k, memory_format=dense), new(v, memory_format=dense)
     given = plan.backward | {"q": q, "k": k, "v": v, "out": out.contiguous(), "lse": lse.contiguous(),
                              "dout": dout.contiguous(), "dq": dq, "dk": dk, "dv": dv}
-    _add_terms(given, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed)
+    _add_terms(given, terms)
     dsinks = dslopes = None
     if wants_sinks:
         given["dsinks"] = dsinks = torch.zeros_like(sinks, memory_format=torch.contiguous_format)
@@ -242,13 +241,13 @@ def _refuse_second(*tensors: Tensor | None) -> None:
 def _forward_any(comm: str, heads_first: bool, q, k, v, *terms, options: dict) -> tuple:
     """_forward of q, k, v in either order of dimensions."""
     if not heads_first:
-        return _forward(comm, q, k, v, *terms, options)
+        return _forward(comm, q, k, v, terms, options)
     q, k, v = q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
     if q.dim() != 3 and (q.dim() != 4 or q.shape[0] == 0):
-        out, *others = _forward(comm, q, k, v, *terms, options)
+        out, *others = _forward(comm, q, k, v, terms, options)
         return out.transpose(-3, -2), *others
     made = _empty_heads_first(q, v)
-    return made, *_forward(comm, q, k, v, *terms, options, made.transpose(-3, -2))[1:]
+    return made, *_forward(comm, q, k, v, terms, options, made.transpose(-3, -2))[1:]
 
 
 def _empty_heads_first(q: Tensor, v: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        q, k, v, out, lse, *terms = tensors = ctx.saved_tensors[:10]
+        q, k, v, out, lse, *terms = tensors = ctx.saved_tensors[:_SAVED]
         comm, heads_first, options, counts, key = ctx.call
         if torch.is_grad_enabled():
             _refuse_second(*tensors, dout, dlse)
@@ -299,7 +298,7 @@ class _Recorded(torch.autograd.Function):
             dout = torch.zeros_like(out)
         wants = ctx.needs_input_grad[3:5]
         if is_unwatched(q, k, v):
-            return *_gradients_any(comm, heads_first, key, dout, dlse, q, k, v, out, lse, *terms, *wants, counts, options), None
+            return *_gradients_any(comm, heads_first, key, dout, dlse, q, k, v, out, lse, terms, *wants, counts, options), None
         return *_backward_operator(dout, dlse, *tensors, *wants, torch.tensor(counts, dtype=torch.int64, device="cpu"), comm,
                                    options | {"heads_first": heads_first}), None
 
@@ -317,29 +316,30 @@ def _no_counts(q: Tensor, comm: str, queries="", total_keys=None, total_queries=
     return q.new_empty(0, dtype=torch.int64)
 
 
-def _forward_kernel(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, *, heads_first=False, **options):
-    out, lse, counts, _ = _forward_any(comm, heads_first, q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
-                                       options=options)
+def _forward_kernel(q, k, v, *terms, heads_first=False, **options):
+    *terms, comm = terms
+    out, lse, counts, _ = _forward_any(comm, heads_first, q, k, v, *terms, options=options)
     kept = _no_counts(q, comm, **options)
     return out, lse, kept.copy_(torch.tensor(counts, device="cpu")) if counts else kept
 
 
-def _fake_forward(q, k, v, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, comm, *, heads_first=False, **options):
+def _fake_forward(q, k, v, *terms, heads_first=False, **options):
+    comm = terms[-1]
     rows, values = (q.transpose(-3, -2), v.transpose(-3, -2)) if heads_first else (q, v)
     out, lse = _results(rows, values, True)
     return out.transpose(-3, -2) if heads_first else out, lse, _no_counts(q, comm, **options)
 
 
-def _backward_kernel(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed,
-                     wants_sinks, wants_slopes, counts, comm, *, heads_first=False, **options):
+def _backward_kernel(dout, dlse, q, k, v, out, lse, *others, heads_first=False, **options):
+    *terms, wants_sinks, wants_slopes, counts, comm = others
     counts = counts.tolist() if counts.numel() else ()
-    *made, dsinks, dslopes = _gradients_any(comm, heads_first, None, dout, dlse, q, k, v, out, lse, sinks, alibi_slopes,
-                                            documents, cache_leftpad, dropout_seed, wants_sinks, wants_slopes, counts, options)
+    *made, dsinks, dslopes = _gradients_any(comm, heads_first, None, dout, dlse, q, k, v, out, lse, terms, wants_sinks,
+                                            wants_slopes, counts, options)
     return *made, *(q.new_empty(0) if one is None else one for one in (dsinks, dslopes))
 
 
-def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks,
-                   wants_slopes, counts, comm, *, heads_first=False, **options):
+def _fake_backward(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, *others, heads_first=False, **options):
+    wants_sinks, wants_slopes = others[-4:-2]
     made = [t.transpose(-3, -2) if heads_first else t for t in (q, k, v)]
     made = [t.new_empty(t.shape) for t in made]
     return (*(t.transpose(-3, -2) if heads_first else t for t in made),
@@ -354,11 +354,11 @@ _define("attend_backward", f"Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tens
         _backward_kernel, _fake_backward)
 
 
-def _backward_operator(dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks,
-                       wants_slopes, counts, comm, options):
-    *made, dsinks, dslopes = torch.ops.longspan.attend_backward.default(
-        dout, dlse, q, k, v, out, lse, sinks, alibi_slopes, documents, cache_leftpad, dropout_seed, wants_sinks, wants_slopes,
-        counts, comm, **options)
+def _backward_operator(dout, dlse, *others):
+    """`others`: q, k, v, out, lse, the terms, wants_sinks, wants_slopes, counts, comm and the options."""
+    *others, options = others
+    wants_sinks, wants_slopes = others[-4:-2]
+    *made, dsinks, dslopes = torch.ops.longspan.attend_backward.default(dout, dlse, *others, **options)
     return *made, dsinks if wants_sinks else None, dslopes if wants_slopes else None
 
 
@@ -372,12 +372,12 @@ def _setup(ctx, inputs, keyword_only_inputs, output):
 
 
 def _backward(ctx, dout, dlse, _):
-    *tensors, counts = saved if len(saved := ctx.saved_tensors) > 10 else (*saved, saved[0].new_empty(0, dtype=torch.int64))
+    *tensors, counts = saved if len(saved := ctx.saved_tensors) > _SAVED else (*saved, saved[0].new_empty(0, dtype=torch.int64))
     _refuse_second(*tensors, dout, dlse)
     if dout is None:
         dout = torch.zeros_like(tensors[3])
     return *_backward_operator(dout, dlse, *tensors, *ctx.needs_input_grad[3:5], counts, ctx.comm, ctx.options), \
-        None, None, None, None
+        *(None,) * (len(_OF_ARRAYS) - 1)
 
 
 torch.library.register_autograd("longspan::attend_train", _backward, setup_context=_setup, lib=library)

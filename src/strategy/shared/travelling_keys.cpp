@@ -41,6 +41,7 @@ bool knows_masks(const Run& run, Device device) {
   if (run.arrays.keys.layout == Layout::listed) return false;
   return device == Device::host ||
          (knows_lengths(run, device) && run.arrays.causal == nullptr && !run.arrays.documents &&
+          !run.arrays.ranges && run.arrays.prefix == nullptr &&
           run.arrays.left_padding == nullptr && run.arrays.used_rows == nullptr &&
           run.arrays.query_start == nullptr && run.arrays.queries.layout != Layout::ranges);
 }

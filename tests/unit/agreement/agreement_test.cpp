@@ -142,7 +142,8 @@ std::set<std::string> own_names() {
 
 TEST(Agreement, TheReaderOfHeadersFindsWhatIsThere) {
   using testing::ElementsAre;
-  EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right", "alignment"));
+  EXPECT_THAT(names_of("Mask"), ElementsAre("causal", "window", "right", "chunk", "lookback",
+                                            "prefix", "clamp_ranges", "alignment"));
   EXPECT_THAT(names_of("DTypes"), ElementsAre("compute", "query", "kv", "out", "tf32",
                                               "fp8_products", "bf16_products"));
   EXPECT_THAT(names_of("Sharding"), ElementsAre("layout", "block"));
@@ -186,6 +187,10 @@ const std::map<std::string, OptionCase> kOptions{
     {"mask.causal", {[](Options& o) { o.mask.causal = true; }}},
     {"mask.window", {[](Options& o) { o.mask.window = 7; }}},
     {"mask.right", {[](Options& o) { o.mask.right = 7; }}},
+    {"mask.chunk", {[](Options& o) { o.mask.chunk = 7; }}},
+    {"mask.lookback", {[](Options& o) { o.mask.lookback = 7; }}},
+    {"mask.prefix", {[](Options& o) { o.mask.prefix = 7; }}},
+    {"mask.clamp_ranges", {[](Options& o) { o.mask.clamp_ranges = true; }}},
     {"mask.alignment", {[](Options& o) { o.mask.alignment = Alignment::upper_left; }}},
     {"score.scale", {[](Options& o) { o.score.scale = 0.5f; }}},
     {"score.softcap", {[](Options& o) { o.score.softcap = 30; }}},
@@ -284,11 +289,13 @@ struct Everything {
   std::vector<std::int32_t> named = std::vector<std::int32_t>(kTokens * kHeads * 3, 5);
   std::vector<std::int64_t> seed{5, 6};
   std::vector<std::int64_t> documents{0, 3, 9, 2, 3, 3}, ranges{0, 10, 20, 0, 10, 30},
-      rows{0, 2, 4};
+      rows{0, 2, 4}, images{0, 5, 5, 5, 2, 3, 4, 8};
+  std::vector<std::int32_t> prefix{4, 5};
   Options options{.heads = kHeads,
                   .kv_heads = kHeads,
                   .head_dim = kDim,
                   .dtypes = {.compute = fp32},
+                  .mask = {.prefix = 5},
                   .rope = {.dim = kDim},
                   .indices = {.top_k = 3},
                   .limits = {.max_tokens = kTokens, .max_batch = 2},
@@ -300,7 +307,7 @@ struct Everything {
     const int batch = kind == Of::batch ? 2 : 1;
     if (batch == 1)
       start = {0, 4}, lens = {20}, ranges = {0, 10, 20}, causal = {1}, documents = {0, 3, 9},
-      padding = {1}, used = {2}, numbers = {1};
+      padding = {1}, used = {2}, numbers = {1}, images = {0, 5, 5, 5}, prefix = {4};
     AttentionArgs& a = args;
     a.q = Tensor(q.data(), {kTokens, kHeads, kDim});
     a.k = a.v = a.new_k = a.new_v = Tensor(keys.data(), {kTokens, kHeads, kDim});
@@ -327,6 +334,8 @@ struct Everything {
     a.qq_bias = Tensor(bias.data(), {kTokens, kTokens});
     a.causal = Tensor(causal.data(), {batch});
     a.documents = Tensor(documents.data(), {batch, 3});
+    a.bidirectional = Tensor(images.data(), {batch, 2, 2});
+    a.prefix_len = Tensor(prefix.data(), {batch});
     a.left_padding = Tensor(padding.data(), {batch});
     a.query_len = Tensor(used.data(), {batch});
     if (kind == Of::sharded_queries) {
@@ -364,6 +373,8 @@ struct Everything {
                                                     {"qq_bias", bytes(bias)},
                                                     {"causal", bytes(causal)},
                                                     {"documents", bytes(documents)},
+                                                    {"bidirectional", bytes(images)},
+                                                    {"prefix_len", bytes(prefix)},
                                                     {"left_padding", bytes(padding)},
                                                     {"query_len", bytes(used)},
                                                     {"indices", bytes(named)},
@@ -405,7 +416,7 @@ const std::multimap<std::string, RunCase> kRuns{
        a.query_start.shape[0] = 2;
        a.kv_len.shape[0] = a.causal.shape[0] = a.key_table.shape[0] = 1;
        a.documents.shape[0] = a.left_padding.shape[0] = a.query_len.shape[0] = 1;
-       a.dropout_sequences.shape[0] = 1;
+       a.dropout_sequences.shape[0] = a.bidirectional.shape[0] = a.prefix_len.shape[0] = 1;
      })},
     {"block_table", with([](Everything& e) { e.pages[0] = 1; })},
     {"block_table", with([](Everything& e) { e.args.block_table.shape[1] = 2; })},
@@ -448,6 +459,12 @@ const std::multimap<std::string, RunCase> kRuns{
     {"documents", with([](Everything& e) { e.documents[1] = 4; })},
     {"documents", with([](Everything& e) { e.args.documents.shape[1] = 2; })},
     {"documents", with([](Everything& e) { e.documents[5] = 4; })},
+    {"bidirectional", with([](Everything& e) { e.args.bidirectional = {}; })},
+    {"bidirectional", with([](Everything& e) { e.images[1] = 4; })},
+    {"bidirectional", with([](Everything& e) { e.args.bidirectional.shape[1] = 1; })},
+    {"bidirectional", with([](Everything& e) { e.images[7] = 9; })},
+    {"prefix_len", with([](Everything& e) { e.args.prefix_len = {}; })},
+    {"prefix_len", with([](Everything& e) { e.prefix[1] = 4; })},
     {"left_padding", with([](Everything& e) { e.args.left_padding = {}; })},
     {"left_padding", with([](Everything& e) { e.padding[1] = 0; })},
     {"query_len", with([](Everything& e) { e.args.query_len = {}; })},

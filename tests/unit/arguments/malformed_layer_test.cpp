@@ -171,6 +171,14 @@ TEST_F(Malformed, RunsAndAppendsOfALayer) {
              if (c.once_in(2)) c.tensor(r.documents);
            },
            [&] {
+             r.bidirectional = Tensor(m.numbers.data(), {c.of<std::int64_t>({0, 1, 2}), 2});
+             if (c.once_in(2)) c.tensor(r.bidirectional);
+           },
+           [&] {
+             r.prefix_len = r.kv_len;
+             if (c.once_in(2)) c.tensor(r.prefix_len);
+           },
+           [&] {
              r.left_padding = r.query_len = r.kv_len;
              if (c.once_in(2)) c.tensor(c.once_in(2) ? r.left_padding : r.query_len);
            },

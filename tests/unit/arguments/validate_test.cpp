@@ -184,6 +184,11 @@ TEST(Validate, OptionsThatMakeNoSense) {
          [](Options& o) { o.dout = Dout::partial; });
   refuse("window -1", [](Options& o) { o.mask.window = -1; });
   refuse("window 9223372036854775807 is beyond", [](Options& o) { o.mask.window = INT64_MAX; });
+  refuse("chunk -1 is not in 0", [](Options& o) { o.mask.chunk = -1; });
+  refuse("chunk 9223372036854775807 is not in", [](Options& o) { o.mask.chunk = INT64_MAX; });
+  refuse("lookback -1 is not in", [](Options& o) { o.mask.chunk = 4, o.mask.lookback = -1; });
+  refuse("lookback 2 without a chunk", [](Options& o) { o.mask.lookback = 2; });
+  refuse("prefix -3 is not in", [](Options& o) { o.mask.prefix = -3; });
   refuse("right -2", [](Options& o) { o.mask.right = -2; });
   refuse("right 9223372036854775807 is beyond", [](Options& o) { o.mask.right = INT64_MAX; });
   refuse("max_query_len 9223372036854775807",
@@ -243,6 +248,10 @@ TEST(Validate, RanksCompareEveryOption) {
       {"causal", [](Options& o) { o.mask.causal = false; }},
       {"window", [](Options& o) { o.mask.window = 3; }},
       {"right", [](Options& o) { o.mask.right = 3; }},
+      {"chunk", [](Options& o) { o.mask.chunk = 3; }},
+      {"lookback", [](Options& o) { o.mask.lookback = 3; }},
+      {"prefix", [](Options& o) { o.mask.prefix = 3; }},
+      {"clamp_ranges", [](Options& o) { o.mask.clamp_ranges = true; }},
       {"alignment", [](Options& o) { o.mask.alignment = Alignment::upper_left; }},
       {"scale", [](Options& o) { o.score.scale = 0.5f; }},
       {"softcap", [](Options& o) { o.score.softcap = 30; }},
@@ -980,12 +989,37 @@ TEST(Validate, FeaturesOfARun) {
              [](AttentionArgs& r, Paged& p) {
                r.documents = Tensor(p.numbers.data(), {2, 2}), p.numbers[2] = 40;
              });
+  const auto ranges = [](std::vector<std::int64_t> bounds, auto... shape) {
+    return [=](AttentionArgs& r, Paged& p) {
+      p.numbers = bounds;
+      r.bidirectional = Tensor(p.numbers.data(), {shape...});
+    };
+  };
+  refuse_run("bidirectional is [2]; [count, 2] is wanted, or [batch, count, 2]", ranges({0, 1}, 2));
+  refuse_run("bidirectional is [1, 2]; the batch has 2 sequences: [2, count, 2] is wanted",
+             ranges({0, 1}, 1, 2));
+  refuse_run("bidirectional is [2, 1, 3]; [count, 2] is wanted",
+             ranges({0, 1, 2, 0, 1, 2}, 2, 1, 3));
+  refuse_run("bidirectional range 0 of sequence 1 is [9, 3), which ends before it begins",
+             ranges({0, 1, 9, 3}, 2, 1, 2));
+  refuse_run(
+      "bidirectional range 1 of sequence 0 is [18, 21); the sequence has the positions [0, 20)",
+      ranges({0, 1, 18, 21, 0, 0, 33, 33}, 2, 2, 2));
+  refuse_run(
+      "bidirectional range 1 of sequence 1 is [4, 8), and the one before it ends at 5: ranges "
+      "ascend and do not overlap",
+      ranges({0, 1, 18, 20, 2, 5, 4, 8}, 2, 2, 2));
+  refuse_run("bidirectional [2, 2, 2] has gaps", [&](AttentionArgs& r, Paged& p) {
+    ranges({0, 1, 18, 20, 2, 5, 6, 8}, 2, 2, 2)(r, p), r.bidirectional.stride[1] = 3;
+  });
   const auto vector = [](Tensor AttentionArgs::*field, std::int32_t first, std::int32_t second) {
     return [=](AttentionArgs& r, Paged& p) {
       p.padding = {first, second};
       r.*field = Tensor(p.padding.data(), {2});
     };
   };
+  refuse_run("prefix_len is given to a layer without a prefix",
+             vector(&AttentionArgs::prefix_len, 1, 1));
   refuse_run("left_padding[0] is -1; the sequence has 20 keys, so it is 0 to 20",
              vector(&AttentionArgs::left_padding, -1, 0));
   refuse_run("left_padding[1] is 34; the sequence has 33 keys",

@@ -89,15 +89,17 @@ double tiles(const Sharding& dealt, const Mask& mask, const std::vector<Sequence
       }
       const std::int64_t row = packed / group;
       const std::int64_t at = first + (by_keys ? row : own[static_cast<std::size_t>(row)]);
-      Interval keys = mask.visible(at, s.keys);
-      if (by_keys) {
-        const auto local = [&](std::int64_t key) {
-          return std::lower_bound(own.begin(), own.end(), key) - own.begin();
-        };
-        keys = {local(keys.begin), local(keys.end)};
+      const Interval late = mask.visible(at, s.keys), early{0, std::min(mask.prefix, late.end)};
+      for (Interval keys : {early, late}) {
+        if (by_keys) {
+          const auto local = [&](std::int64_t key) {
+            return std::lower_bound(own.begin(), own.end(), key) - own.begin();
+          };
+          keys = {local(keys.begin), local(keys.end)};
+        }
+        for (std::int64_t tile = keys.begin / 128; tile * 128 < keys.end; ++tile)
+          if (keys.begin < keys.end) seen[static_cast<std::size_t>(tile)] = true;
       }
-      for (std::int64_t tile = keys.begin / 128; tile * 128 < keys.end; ++tile)
-        if (keys.begin < keys.end) seen[static_cast<std::size_t>(tile)] = true;
     }
     count_seen();
   }
@@ -148,6 +150,9 @@ TEST(Forecast, TheBalanceIsOfVisibleTiles) {
     if (below(2) == 0) mask.window = 1 + below(below(2) == 0 ? 300 : 3000);
     if (below(3) == 0) mask.right = below(500);
     if (below(3) == 0) mask.alignment = Alignment::upper_left;
+    if (below(3) == 0) mask.chunk = 1 + below(below(2) == 0 ? 300 : 3000);
+    if (mask.chunk > 0) mask.lookback = below(3);
+    if (below(8) == 0) mask.prefix = below(1000);
     std::vector<SequenceSize> batch(static_cast<std::size_t>(1 + below(4)));
     for (SequenceSize& s : batch) {
       s.keys = below(3) == 0 ? below(300) : below(4000);
@@ -160,7 +165,8 @@ TEST(Forecast, TheBalanceIsOfVisibleTiles) {
       SCOPED_TRACE(std::to_string(turn) + " " + name(dealt.layout) + " ranks " +
                    std::to_string(ranks) + " group " + std::to_string(group) + " causal " +
                    std::to_string(mask.causal) + " window " + std::to_string(mask.window) +
-                   " right " + std::to_string(mask.right));
+                   " right " + std::to_string(mask.right) + " chunk " + std::to_string(mask.chunk) +
+                   " prefix " + std::to_string(mask.prefix));
       options.keys = dealt;
       options.queries = dealt;
       const auto all = forecast(options, {.ranks = ranks}, size_of(batch, ranks),

@@ -37,5 +37,28 @@ TEST(Oracle, SeesWhatTheDefinitionSays) {
               }
 }
 
+TEST(Oracle, SeesChunksAndRangesAsTheDefinitionSays) {
+  const std::vector<std::int64_t> ranges{1, 4, 4, 9};
+  for (const bool causal : {false, true})
+    for (const std::int64_t window : {0, 2})
+      for (const std::int64_t chunk : {0, 1, 3})
+        for (const std::int64_t lookback : {0, 1})
+          for (const bool clamp : {false, true})
+            for (const std::int64_t first : {0, 2})
+              for (std::int64_t i = -2; i < 12; ++i)
+                for (std::int64_t j = -1; j < 12; ++j) {
+                  const Mask mask{.causal = causal,
+                                  .window = window,
+                                  .chunk = chunk,
+                                  .lookback = lookback,
+                                  .clamp_ranges = clamp};
+                  EXPECT_EQ(seen_keys(mask, i, 10, {}, first, ranges).contains(j),
+                            j >= first && tests::sees(mask, i, j, 10, first, ranges))
+                      << "causal " << causal << " window " << window << " chunk " << chunk
+                      << " lookback " << lookback << " clamp " << clamp << " first " << first
+                      << " i " << i << " j " << j;
+                }
+}
+
 }  // namespace
 }  // namespace longspan::launcher

@@ -45,6 +45,7 @@ class Random {
 struct Drawn {
   Mask mask;
   std::vector<std::int64_t> documents;  // starts, or none
+  std::vector<std::int64_t> ranges;     // begins and ends, or none
   std::int64_t kv_len = 0, whole_rows = 0, unused = 0, first_key = 0;
 
   Drawn(Random& random, std::int64_t most_keys) {
@@ -59,12 +60,28 @@ struct Drawn {
         documents.push_back(random.below(kv_len + 1));
       std::sort(documents.begin(), documents.end());
     }
+    if (random.one_in(3)) {
+      mask.chunk = 1 + random.below(random.one_in(2) ? 4 : most_keys);
+      mask.lookback = random.below(3);
+    }
+    if (random.one_in(3)) {
+      for (std::int64_t r = 2 * random.below(4); r > 0; --r)
+        ranges.push_back(random.below(kv_len + 1));
+      std::sort(ranges.begin(), ranges.end());
+      mask.clamp_ranges = random.one_in(2);
+    }
+    if (documents.empty() && random.one_in(3))
+      mask.prefix = random.below(random.one_in(2) ? 4 : most_keys);
     if (random.one_in(3)) unused = random.below(whole_rows + 1);
     if (random.one_in(3)) first_key = random.below(kv_len + 1);
   }
   Documents table() const {
     if (documents.empty()) return {};
     return {documents.data(), std::ssize(documents) - 1};
+  }
+  Ranges range_table() const {
+    if (ranges.empty()) return {};
+    return {ranges.data(), std::ssize(ranges) / 2};
   }
   bool in_one_document(std::int64_t i, std::int64_t j) const {
     if (documents.empty()) return true;
@@ -74,14 +91,14 @@ struct Drawn {
     return false;
   }
   bool sees(std::int64_t i, std::int64_t j) const {
-    return i < row_end() && j >= first_key && tests::sees(mask, i, j, kv_len) &&
+    return i < row_end() && j >= first_key && tests::sees(mask, i, j, kv_len, first_key, ranges) &&
            in_one_document(i, j);
   }
   /// The position behind the last used row.
   std::int64_t row_end() const {
     return mask.alignment == Alignment::upper_left ? whole_rows - unused : kv_len;
   }
-  MaskRule rule() const { return {mask, table(), kv_len, row_end(), first_key}; }
+  MaskRule rule() const { return {mask, table(), kv_len, row_end(), first_key, range_table()}; }
 };
 
 /// A rank's share of `length` positions by any rule; `cuts` holds the table of `ranges`.
@@ -219,18 +236,46 @@ TEST(Visible, BlocksOfAMaskAreWhatTheDefinitionSays) {
     SCOPED_TRACE("seed " + std::to_string(seed) + " turn " + std::to_string(turn) + " causal " +
                  std::to_string(drawn.mask.causal) + " window " +
                  std::to_string(drawn.mask.window) + " right " + std::to_string(drawn.mask.right) +
-                 " documents " + std::to_string(drawn.documents.size()) + " rows " +
-                 name(queries.layout) + " keys " + name(keys.layout));
+                 " chunk " + std::to_string(drawn.mask.chunk) + " prefix " +
+                 std::to_string(drawn.mask.prefix) + " ranges " +
+                 std::to_string(drawn.ranges.size()) + " documents " +
+                 std::to_string(drawn.documents.size()) + " rows " + name(queries.layout) +
+                 " keys " + name(keys.layout));
     const ShardedRows<MaskRule> rows{drawn.rule(), queries, drawn.whole_rows, keys, drawn.unused};
     const Matrix seen = matrix_of(rows, begin, end,
                                   [&](std::int64_t i, std::int64_t j) { return drawn.sees(i, j); });
     const auto row_keys = [&](std::int64_t row) { return rows(begin + row); };
     const RowOrder order = rows.order(begin, end);
-    EXPECT_TRUE(order.ascends);
-    expect_matrix(VisibleBlocks(end - begin, row_keys, order), seen, true, random);
+    EXPECT_EQ(order.ascends, drawn.mask.prefix == 0);
+    expect_matrix(VisibleBlocks(end - begin, row_keys, order), seen, order.ascends, random);
     // A rule that promises nothing gets the same answers.
     expect_matrix(VisibleBlocks(end - begin, row_keys, RowOrder{}), seen, false, random);
   }
+}
+
+/// What CUDA kernels take in place of two intervals: each ascends, and no key is in both.
+TEST(Visible, ThePrefixAndTheRest) {
+  Random random(fresh_seed());
+  int both = 0;
+  for (int turn = 0; turn < 1000 && !HasFailure(); ++turn) {
+    const Drawn drawn(random, 40);
+    if (drawn.row_end() == 0) continue;
+    const MaskRule rule = drawn.rule();
+    Interval early_before, late_before;
+    for (std::int64_t row = drawn.kv_len - drawn.whole_rows; row < drawn.kv_len + 9; ++row) {
+      const Interval early = rule.early(row), late = rule.late(row);
+      for (std::int64_t key = 0; key < drawn.kv_len; ++key)
+        EXPECT_EQ(int{early.contains(key)} + int{late.contains(key)}, int{drawn.sees(row, key)})
+            << "row " << row << " key " << key;
+      both += early.empty() || late.empty() ? 0 : 1;
+      if (row > drawn.kv_len - drawn.whole_rows) {
+        EXPECT_TRUE(early_before.begin <= early.begin && early_before.end <= early.end) << row;
+        EXPECT_TRUE(late_before.begin <= late.begin && late_before.end <= late.end) << row;
+      }
+      early_before = early, late_before = late;
+    }
+  }
+  EXPECT_GT(both, 100);
 }
 
 /// A key's rows are those that see it, and they ascend with the key.
@@ -245,7 +290,8 @@ TEST(Visible, RowsThatSeeAKey) {
         seen[static_cast<std::size_t>(key)].push_back(drawn.sees(row, key));
     const MaskRule rule = drawn.rule();
     const auto rows_of = [&](std::int64_t key) { return rule.rows_that_see(key); };
-    expect_matrix(VisibleBlocks(drawn.kv_len, rows_of, rule.order(true)), seen, true, random);
+    const RowOrder order = rule.order(true);
+    expect_matrix(VisibleBlocks(drawn.kv_len, rows_of, order), seen, order.ascends, random);
   }
 }
 
@@ -343,6 +389,7 @@ class HostTile {
     g_.heads = static_cast<int>(2 * (1 + random.below(3)));
     g_.mask = drawn.mask;
     g_.documents = drawn.table();
+    g_.ranges = drawn.range_table();
     if (drawn.unused > 0) g_.batch.used_rows = &used_;
     if (drawn.first_key > 0) g_.batch.left_padding = &padding_;
     if (random.one_in(3)) {

@@ -402,8 +402,8 @@ def generate(**options):
     (lambda: attend(cu_seq_lens_q=torch.zeros(1)), NotImplementedError, "cu_seq_lens_q"),
     (lambda: attend(output_attentions=True), NotImplementedError, "output_attentions"),
     (lambda: attend(sliding_window=3, is_causal=False), NotImplementedError, "sliding_window"),
-    (lambda: mask_of(transformers.masking_utils.chunked_causal_mask_function(4, torch.zeros(1)), local_size=4),
-     NotImplementedError, "chunked_overlay"),
+    (lambda: mask_of(transformers.masking_utils.blockwise_overlay(torch.zeros(1, 3))), NotImplementedError,
+     "blockwise_overlay"),
     (lambda: mask_of(transformers.masking_utils.padding_mask_function(IDS)), NotImplementedError, "packed"),
     (lambda: mask_of(lambda *a: True, use_vmap=True), NotImplementedError, "or_mask_function"),
     (lambda: hf.mask(1, 3, 5, q_offset=0, kv_offset=0), NotImplementedError, "StaticCache"),
@@ -495,3 +495,59 @@ def test_importing_longspan_imports_no_transformers():
     script = "import longspan, longspan.torch, sys; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
                           check=True).stdout == "False\n"
+
+
+def llama4(attention):
+    torch.manual_seed(2)
+    config = transformers.Llama4TextConfig(
+        **models.SMALL | dict(attn_implementation=attention, num_hidden_layers=4), intermediate_size_mlp=48, num_local_experts=2,
+        attention_chunk_size=8)
+    made = transformers.Llama4ForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+    return made
+
+
+def test_chunks_of_llama4():
+    eager, ours = llama4("eager"), llama4("longspan")
+    assert "chunked_attention" in eager.config.layer_types
+    ids = models.prompt(29, batch=2)
+    padded = torch.ones_like(ids)
+    padded[0, :5] = 0
+    for mask in (None, padded):
+        found, wanted = (m(ids, attention_mask=mask, use_cache=False).logits for m in (ours, eager))
+        seen = slice(None) if mask is None else mask.bool()
+        torch.testing.assert_close(found[seen], wanted[seen], atol=2e-4, rtol=2e-4)
+        found, wanted = (m.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False) for m in (ours, eager))
+        assert torch.equal(found, wanted)
+
+
+def gemma3(attention):
+    torch.manual_seed(3)
+    text = dict(models.SMALL, num_hidden_layers=4, sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2)
+    text.pop("attn_implementation")
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    made = transformers.Gemma3ForConditionalGeneration(transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60, boi_token_index=58,
+        eoi_token_index=59)).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
+    made.model.language_model.set_attn_implementation(attention)
+    return made
+
+
+def test_images_of_gemma3():
+    eager, ours = gemma3("eager"), gemma3("longspan")
+    ids = models.prompt(40, batch=2).clamp(max=50)
+    images = torch.zeros_like(ids)
+    images[0, 3:15] = images[0, 20:24] = images[1, 30:40] = 1
+    text = ours(ids, token_type_ids=0 * images, use_cache=False).logits
+    found, wanted = (m(ids, token_type_ids=images, use_cache=False).logits for m in (ours, eager))
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
+    assert not torch.allclose(text, wanted, atol=1e-2)
+    found, wanted = (m.generate(ids, token_type_ids=images, max_new_tokens=6, do_sample=False) for m in (ours, eager))
+    assert torch.equal(found, wanted)

@@ -147,23 +147,7 @@ class Draw {
         if (one_in(3)) cuts[4] = cuts[5];  // fewer documents
         s.documents.insert(s.documents.end(), cuts.begin(), cuts.end());
       }
-    if (one_in(4)) s.mask.chunk = 1 + below(300);
-    if (s.mask.chunk > 0) s.mask.lookback = below(3);
-    if (s.documents.empty() && one_in(4)) {
-      s.mask.prefix = 1 + below(200);
-      if (one_in(2))
-        for (int b = 0; b < batch; ++b)
-          s.prefix.push_back(static_cast<std::int32_t>(below(s.mask.prefix + 1)));
-    }
-    if (one_in(4)) {
-      s.mask.clamp_ranges = one_in(2);
-      for (const std::int64_t length : s.kv_len) {
-        std::vector<std::int64_t> bounds;
-        for (int i = 0; i < 6; ++i) bounds.push_back(below(length + 1));
-        std::sort(bounds.begin(), bounds.end());
-        s.bidirectional.insert(s.bidirectional.end(), bounds.begin(), bounds.end());
-      }
-    }
+    Draw(*this).draw_mask(s);  // of its own numbers
     if (one_in(4))
       for (const std::int64_t length : s.kv_len)
         s.left_padding.push_back(
@@ -198,6 +182,28 @@ class Draw {
     c.ranks_per_node = draw_ranks_per_node();
     if (one_in(3) && s.dim > 1) draw_rope(s);
     return c;
+  }
+
+  /// Chunks, a prefix and bidirectional ranges.
+  void draw_mask(HostShape& s) {
+    random_.discard(99);
+    if (one_in(4)) s.mask.chunk = 1 + below(300);
+    if (s.mask.chunk > 0) s.mask.lookback = below(3);
+    if (s.documents.empty() && one_in(4)) {
+      s.mask.prefix = 1 + below(200);
+      if (one_in(2))
+        for (std::size_t b = 0; b < s.kv_len.size(); ++b)
+          s.prefix.push_back(static_cast<std::int32_t>(below(s.mask.prefix + 1)));
+    }
+    if (one_in(4)) {
+      s.mask.clamp_ranges = one_in(2);
+      for (const std::int64_t length : s.kv_len) {
+        std::vector<std::int64_t> bounds;
+        for (int i = 0; i < 6; ++i) bounds.push_back(below(length + 1));
+        std::sort(bounds.begin(), bounds.end());
+        s.bidirectional.insert(s.bidirectional.end(), bounds.begin(), bounds.end());
+      }
+    }
   }
 
   void draw_rope(HostShape& s) {

@@ -11,7 +11,7 @@ Every rank runs the same program on the same input_ids, gets the same tokens, an
 Without a ShardedCache the attention "longspan" is that of one process, over any cache. Inside
 longspan.torch.context_parallel each rank has its own tokens, and attention is that of all ranks; so models train, and
 ShardedTraining makes transformers' Trainer do so (docs/guides/training.md in the repository). Unsupported are, and
-refused by name: zeros of a mask between ones, the caller's own masks, chunked and linear layers, position_bias, beams,
+refused by name: zeros of a mask between ones, the caller's own masks, linear layers, chunked ones in a ShardedCache, position_bias, beams,
 models that compute attention themselves. Latent keys (MLA) stay latent in a ShardedCache.
 """
 

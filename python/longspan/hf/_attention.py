@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from .. import InputError, UnsupportedError
+from ..mask import chunked
 from ..torch._attention import _check_dropout
 from ..torch._catch import attend_on, innermost
 from ..torch._groups import alone_name
@@ -26,9 +27,9 @@ _masks: dict[tuple, type] = {}
 
 
 @torch.compiler.assume_constant_result
-def _mask_type(who: str, causal: bool, window: int | None, padding: str | None) -> type:
-    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window, padding=padding))
-    return _masks.setdefault((who, causal, window, padding), made)
+def _mask_type(who: str, causal: bool, window: int | None, padding: str | None, chunk: int | None, clamped: bool) -> type:
+    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window, padding=padding, chunk=chunk, clamped=clamped))
+    return _masks.setdefault((who, causal, window, padding, chunk, clamped), made)
 
 
 def _refuse(name: str, why: str = "is not supported") -> None:
@@ -114,9 +115,15 @@ def _of_all_ranks(context: tuple, query: Tensor, key: Tensor, value: Tensor, opt
     if options.keys() & {"cache_leftpad", "cache_seqlens"}:
         raise UnsupportedError("attention_mask has padding, and inside context_parallel it is of one rank's tokens only: give "
                                "context_parallel the documents that longspan.padding makes of the whole mask")
+    if "bidirectional" in options:
+        _refuse("a mask of images inside context_parallel, where it is of one rank's tokens only,")
     ranks, of_context = context
-    out = attend_on(ranks, of_context, query, key, value, is_causal=options["causal"], scale=scaling, enable_gqa=True,
-                    window_size=(options.get("window_left", -1), -1), softcap=softcap or 0.0, sinks=sinks, dropout_p=dropout)
+    if "attention_chunk" in options:
+        seen = dict(attn_mask=chunked(options["attention_chunk"]))
+    else:
+        seen = dict(is_causal=options["causal"], window_size=(options.get("window_left", -1), -1))
+    out = attend_on(ranks, of_context, query, key, value, scale=scaling, enable_gqa=True, **seen,
+                    softcap=softcap or 0.0, sinks=sinks, dropout_p=dropout)
     return out.transpose(1, 2)
 
 
@@ -144,6 +151,7 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
         keys = rows  # that are new, as get_mask_sizes() counts them
     causal, window = getattr(module, "is_causal", True) if is_causal is None else is_causal, sliding_window
     hidden = {}
+    chunk = None
     if attention_mask is not None:
         if not isinstance(attention_mask, Mask):
             _refuse("attention_mask", "of the caller's own is not supported")
@@ -151,16 +159,24 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
             raise UnsupportedError(f"{type(module).__name__} has {rows} query rows and {keys} keys, and its mask is "
                                    f"one of {attention_mask.shape[-2]} rows and {attention_mask.shape[-1]} keys; such a "
                                    "model is not supported")
-        causal, window = type(attention_mask).causal, type(attention_mask).window
+        causal, window, chunk = type(attention_mask).causal, type(attention_mask).window, type(attention_mask).chunk
         if sliding_window is not None and window != sliding_window:
             raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
                                    "which of them holds is not clear")
         hidden = _hidden(attention_mask, share)
+        if attention_mask.ranges is not None:
+            if share is not None:
+                _refuse("a mask of images over a ShardedCache")
+            hidden["bidirectional"] = attention_mask.ranges
+            if type(attention_mask).clamped:
+                hidden["clamp_bidirectional"] = True
     elif causal and rows != keys and rows > 1:  # transformers' own attentions differ here
         raise UnsupportedError(f"{type(module).__name__} is causal, and has {rows} query rows, {keys} keys and no mask: which "
                                "keys a row sees is not clear")
     if share is not None and share.forward.prefill is not None and not causal:
         _refuse("prefill of layers that are not causal")
+    if chunk is not None:
+        hidden["attention_chunk"] = chunk
     if window is None:
         return {"causal": causal} | hidden
     if not causal:
@@ -184,27 +200,70 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
          attention_mask: Tensor | None = None, q_offset: Any = None, kv_offset: Any = 0, **others: Any) -> Tensor:
     """Makes a mask for transformers that only the attention "longspan" can read.
 
-    Supported: causal masks, windows over them, and masks that show all keys, also of sequences that are padded on the
-    left or on the right. Others are refused.
+    Supported: causal masks, windows and chunks over them, images whose tokens see each other, and masks that show all
+    keys, also of sequences that are padded on the left or on the right. Others are refused.
     """
     config = others.get("config")
     if innermost() is not None:
         mask_function = _unpacked(mask_function)
     causal, window = mask_function is not bidirectional_mask_function, None
+    chunk, blocks, clamped = None, None, False
     if causal and mask_function is not causal_mask_function:
-        _check_kind(mask_function, q_length, others, config)
-        window = others["local_size"]
+        window, chunk, blocks, clamped = _kind(mask_function, q_length, others, config)
     if causal and q_offset is not None and not _ends_together(q_length, kv_length, q_offset, kv_offset):
         _refuse("a cache with room to spare, such as StaticCache,")
     device = others.get("device") or (None if attention_mask is None else attention_mask.device)
-    padding, numbers = None, torch.empty((), dtype=torch.bool, device=device)
+    padding, numbers, found = None, torch.empty((), dtype=torch.bool, device=device), None
     if attention_mask is not None:  # for a cache with room it has fewer than all keys
         padding, found = _padding_of(attention_mask, kv_offset + kv_length)
         if padding is not None:  # a ShardedCache has all keys, others those from kv_offset on
             numbers = found if kv_offset is q_offset else (found - kv_offset).clamp(min=0)
             numbers = numbers.to(numbers.device if device is None else device, torch.int32)[:, None, None, None]
-    return numbers.expand(batch_size, 1, q_length, kv_length).as_subclass(
-        _mask_type(type(config).__name__, causal, window, padding))
+    offset = 0 if kv_offset is q_offset or isinstance(kv_offset, Tensor) else kv_offset
+    if chunk is not None and offset:
+        chunk, padding, numbers = _moved_chunk(chunk, padding, found, numbers, q_length, kv_length, offset)
+    made = numbers.expand(batch_size, 1, q_length, kv_length).as_subclass(
+        _mask_type(type(config).__name__, causal, window, padding, chunk, clamped))
+    if blocks is not None and (q_length > 1 or (window is not None and not clamped)):  # a last token sees no later one
+        made.ranges = _ranges_of(blocks, batch_size, offset, kv_length)
+    return made
+
+
+def _moved_chunk(chunk: int, padding: str | None, found: Tensor | None, numbers: Tensor, q_length: int, kv_length: int,
+                 offset: int) -> tuple:
+    """Chunks of a cache that has kept only the keys from `offset` on: chunk, padding and its numbers. `found` are the pads of
+    the whole sequences."""
+    if padding == "right":
+        _refuse("padding on the right of chunks in a cache that has dropped keys")
+    pads = torch.zeros((), dtype=torch.int64, device=numbers.device) if padding is None else found.to(numbers.device)
+    pads = pads.reshape(-1, 1, 1, 1)
+    if q_length == 1:  # whose chunk begins where padding might end
+        last = offset + kv_length - 1
+        first = (last - pads) // chunk * chunk + pads
+        return None, "left", (first - offset).clamp(min=0).to(torch.int32)
+    if padding is not None or offset % chunk:
+        _refuse("several tokens after a cache of chunks that has dropped keys")
+    return chunk, padding, numbers
+
+
+def _ranges_of(blocks: Tensor, batch: int, offset: int, keys: int) -> Tensor:
+    """[batch, count, 2] int64: where tokens of a sequence have the same number that is not negative, in positions from
+    `offset` on. Sequences with fewer ranges end with empty ones."""
+    if blocks.dim() != 2:
+        _refuse("a mask of blocks of another shape than [batch, tokens]")
+    blocks = blocks.expand(batch, -1)[:, offset:offset + keys]
+    tokens = blocks.shape[1]
+    before = torch.nn.functional.pad(blocks, (1, 0), value=-1)[:, :-1]
+    after = torch.nn.functional.pad(blocks, (0, 1), value=-1)[:, 1:]
+    starts, ends = (blocks >= 0) & (blocks != before), (blocks >= 0) & (blocks != after)
+    numbers = torch.where(blocks >= 0, blocks, -1).cummax(1).values
+    if bool((starts & (blocks < numbers)).any()) or bool((starts[:, 1:] & (blocks[:, 1:] == numbers[:, :-1])).any()):
+        _refuse("a mask of blocks whose numbers come back")
+    count = max(1, int(starts.sum(1).max()))
+    place = torch.arange(tokens, device=blocks.device).expand_as(blocks)
+    begin = torch.where(starts, place, tokens).sort(1).values[:, :count]
+    end = torch.where(ends, place + 1, tokens).sort(1).values[:, :count]
+    return torch.stack((begin, end), -1).to(torch.int64).contiguous()
 
 
 def _ends_together(q_length: int, kv_length: Any, q_offset: Any, kv_offset: Any) -> bool:
@@ -255,17 +314,48 @@ def _unpacked(mask_function: Any) -> Any:
     return inner.__closure__[inner.__code__.co_freevars.index("mask_function")].cell_contents
 
 
-def _check_kind(mask_function: Any, q_length: int, others: dict, config: Any) -> None:
-    """Refuses all but a window over a causal mask."""
-    if others.get("use_vmap"):
-        _refuse("or_mask_function or and_mask_function")
-    if others.get("local_size") is None or getattr(config, "attention_chunk_size", None) is not None:
-        _refuse("a mask of packed sequences, blocks or chunks")
+def _kind(mask_function: Any, q_length: int, others: dict, config: Any) -> tuple:
+    """(window, chunk, numbers of blocks, whether the window bounds these too) of a mask that is not plainly causal."""
+    local, of_chunks = others.get("local_size"), getattr(config, "attention_chunk_size", None)
     if torch.compiler.is_compiling():  # the trace cannot see closures, but sees what transformers makes of them
+        if others.get("use_vmap"):
+            _refuse("or_mask_function or and_mask_function")
+        if local is None or (of_chunks is not None and (local != of_chunks or getattr(config, "sliding_window", None) == local)):
+            _refuse("a mask of packed sequences or blocks")
         if others.get("allow_is_causal_skip") is False and q_length != 1:
             _refuse("a mask of packed sequences or blocks")
-        return
-    parts = [cell.cell_contents for cell in mask_function.__closure__ or ()]
-    names = [getattr(part, "__qualname__", "") for group in parts if isinstance(group, tuple) for part in group]
-    if names != ["sliding_window_overlay.<locals>.inner_mask", "causal_mask_function"]:
-        _refuse(f"a mask of {' and '.join(names) or 'another kind'}")
+        return (local, None, None, False) if of_chunks is None else (None, of_chunks, None, False)
+    names, given = _parts_of(mask_function)
+    window, chunk, blocks = given.get("sliding_window"), given.get("chunk_size"), given.get("block_sequence_ids")
+    known = {
+        ("and", "sliding_window_overlay", "causal_mask_function"): False,
+        ("and", "chunked_overlay", "causal_mask_function"): False,
+        ("or", "causal_mask_function", "blockwise_overlay"): False,
+        ("or", "and", "sliding_window_overlay", "causal_mask_function", "blockwise_overlay"): False,
+        ("or", "and", "chunked_overlay", "causal_mask_function", "blockwise_overlay"): False,
+        ("and", "or", "causal_mask_function", "blockwise_overlay", "sliding_window_overlay"): True,
+        ("and", "sliding_window_overlay", "or", "causal_mask_function", "blockwise_overlay"): True,
+    }
+    if names not in known:
+        if others.get("use_vmap"):
+            _refuse("or_mask_function or and_mask_function")
+        _refuse(f"a mask of packed sequences, or of {' and '.join(name for name in names if name not in ('and', 'or'))},")
+    return window, chunk, blocks, known[names]
+
+
+def _parts_of(mask_function: Any) -> tuple[tuple[str, ...], dict]:
+    """The functions that a mask of transformers is made of, in their order, each with "and" or "or" before those that it
+    joins, and what they hold."""
+    qualified = getattr(mask_function, "__qualname__", "")
+    outer = qualified.partition(".")[0]
+    code, closure = getattr(mask_function, "__code__", None), getattr(mask_function, "__closure__", None) or ()
+    held = dict(zip(code.co_freevars if code else (), (cell.cell_contents for cell in closure)))
+    joins = {"and_masks": "and", "or_masks": "or"}
+    if outer not in joins or not isinstance(held.get("mask_functions"), tuple):
+        return (outer or qualified,), held
+    names, given = (joins[outer],), {}
+    for part in held["mask_functions"]:
+        more, holds = _parts_of(part)
+        names += more
+        given |= holds
+    return names, given

@@ -93,7 +93,8 @@ void check_indices(const AttendParams& p) {
   const Mask& mask = p.mask;
   refuse(mask.causal || mask.window > 0 || mask.right >= 0 || mask.chunk > 0 || mask.prefix > 0 ||
              p.batch.causal != nullptr || p.ranges,
-         "a mask (causal, window, chunks, a prefix, bidirectional ranges)", "leave out the indices of keys that a row must not see");
+         "a mask (causal, window, chunks, prefix, ranges)",
+         "leave out the indices of keys that a row must not see");
   refuse(static_cast<bool>(p.documents), "documents",
          "leave out the indices of keys of other documents");
   refuse(static_cast<bool>(p.bias), "a bias by position (ALiBi, qq_bias)", "leave it off");

@@ -461,7 +461,8 @@ TEST_F(SparseAttention, WhatDoesNotGoIsRefused) {
     change(o);
     expect_refused(why, [&] { Attention(world, o); });
   };
-  refuse("a mask (causal, window) with indices", [](Options& o) { o.mask.causal = true; });
+  refuse("a mask (causal, window, chunks, prefix, ranges) with indices",
+         [](Options& o) { o.mask.causal = true; });
   refuse("invariant with indices", [](Options& o) { o.invariant = true; });
   refuse("fp64 with indices", [](Options& o) { o.dtypes = {.compute = DType::fp64}; });
   refuse("dropout with indices", [](Options& o) { o.dropout.p = 0.5; });

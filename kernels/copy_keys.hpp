@@ -37,17 +37,27 @@ struct CopyKeysParams {
   std::int64_t longest = 0;  // no sequence has more keys on this rank
 };
 
-/// The keys, or the values, of such a copy.
+/// A part of such a copy. Rows that carry their scales travel with them.
 struct KeyCopy {
   KvRows from;
-  std::byte* to = nullptr;
-  int dim = 0;
+  std::byte* to = nullptr;  // null: nothing is copied
+  int dim = 0;              // elements of a head that are copied
+  int step = 0;             // elements of a head in `to`
 };
-LONGSPAN_HD inline KeyCopy keys_of(const CopyKeysParams& p) {
-  return {p.k, p.to_k, p.geometry.head_dim};
-}
-LONGSPAN_HD inline KeyCopy values_of(const CopyKeysParams& p) {
-  return {p.v, p.to_v, p.geometry.value_dim};
+LONGSPAN_HD inline KeyCopy part_of(const CopyKeysParams& p, KeyPart part) {
+  const DType dtype = p.geometry.kv_dtype;
+  const bool keys = part == KeyPart::keys;
+  const int dim = storage_of(dtype).row_elements(keys ? p.geometry.head_dim : p.geometry.value_dim);
+  if (is_latent_row(dtype) && part != KeyPart::values) {
+    const RowFormat format = row_format_of(dtype);
+    const bool apart = format.apart != 0 && p.k.row_stride == format.data_bytes();
+    if (!keys)
+      return {p.k.scales_apart(), apart && p.to_k != nullptr ? p.to_k + format.scales_at : nullptr,
+              format.apart, dim};
+    return {p.k, p.to_k, apart ? format.data_bytes() : dim, dim};
+  }
+  if (part == KeyPart::scales) return {};
+  return keys ? KeyCopy{p.k, p.to_k, dim, dim} : KeyCopy{p.v, p.to_v, dim, dim};
 }
 
 /// The local keys of sequence b that are copied.
@@ -81,7 +91,7 @@ LONGSPAN_HD inline KeyPlace place_of(const CopyKeysParams& p, int b, std::int64_
 
 /// The widest word in which rows of `copy` can be moved to contiguous rows.
 inline int copy_word(const KeyCopy& copy, const Pages& pages, const StorageFormat& format) {
-  const KvRows to(copy.to, copy.dim, copy.dim);
+  const KvRows to(copy.to, copy.step, copy.step);
   return std::min(row_word(copy.from, static_cast<bool>(pages), copy.dim, format),
                   row_word(to, false, copy.dim, format));
 }

@@ -61,6 +61,8 @@ constexpr Feature kFeatures[] = {
     {"fp8 keys and values",
      "e4m3 and e5m2, a scale for the tensor, each kv head, or each sequence and kv head", kBoth,
      kYes, kYes, [](const P& p) { return is_fp8(p.kv_dtype); }},
+    {"latent rows", "keys of 8 or 4 bits in rows that carry their scales", kLayer, kYes, kYes,
+     [](const P& p) { return is_latent_row(p.kv_dtype); }},
     {"fp8 queries", "e4m3 and e5m2 with a scale", kBoth, kYes, kYes,
      [](const P& p) { return is_fp8(p.q_dtype); }},
     {"ranges of a batch", "a table of cuts for each sequence", kBoth, kYes, kYes,

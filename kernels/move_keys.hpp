@@ -57,17 +57,22 @@ struct MoveKeysParams {
   RunHeaders headers;  // if ranks report different runs, nothing is written (CUDA)
 };
 
-/// The keys, or the values, of such a move.
+/// A part of such a move; dim 0: nothing is moved. Rows that carry their scales move with them.
 struct KeyMove {
   KvRows from;
   KvRows to;
-  int dim = 0;
+  int dim = 0;  // elements of a head
 };
-LONGSPAN_HD inline KeyMove keys_of(const MoveKeysParams& p) {
-  return {p.from.k, p.to.k, p.head_dim};
-}
-LONGSPAN_HD inline KeyMove values_of(const MoveKeysParams& p) {
-  return {p.from.v, p.to.v, p.value_dim};
+LONGSPAN_HD inline KeyMove part_of(const MoveKeysParams& p, KeyPart part) {
+  if (part == KeyPart::values) {
+    const bool has_values = p.from.v.data != nullptr && p.to.v.data != nullptr;
+    return {p.from.v, p.to.v, has_values ? p.value_dim : 0};
+  }
+  const RowFormat format = row_format_of(p.dtype);
+  if (part == KeyPart::scales)
+    return {p.from.k.scales_apart(), p.to.k.scales_apart(), format.apart};
+  return {p.from.k, p.to.k,
+          format.apart != 0 ? format.data_bytes() : storage_of(p.dtype).row_elements(p.head_dim)};
 }
 
 /// The widest word in which rows can be moved.

@@ -12,7 +12,7 @@ namespace longspan::kernels {
 /// Up to 16 bytes; one element if elements of a row are not adjacent. A copy uses the narrower word
 /// of its two ends.
 inline int row_word(const KvRows& rows, bool in_pages, int dim, const StorageFormat& format) {
-  const int element_bytes = static_cast<int>(format.row_bytes(1));
+  const int element_bytes = (format.bits + 7) / 8;
   if (rows.dim_stride != 1) return element_bytes;
   std::int64_t strides = rows.row_stride | rows.head_stride | dim;
   if (in_pages) strides |= rows.page_stride;

@@ -11,6 +11,7 @@
 
 #include "longspan/state.hpp"
 #include "longspan/storage.hpp"
+#include "longspan/stored_row.hpp"
 #include "longspan/types.hpp"
 
 namespace longspan::kernels {
@@ -77,14 +78,47 @@ struct TokenRows : Rows {
 /// Dense rows have chunk_stride = chunk and dim_stride = 1. K in x-packed pages [pages, kv_heads,
 /// dim / x, page, x] has chunk = x and row_stride = x. V in [pages, kv_heads, dim, page] has
 /// dim_stride = page.
+///
+/// Of rows that carry their scales (RowFormat) an element is a byte, and the scales of a row are at
+///     page * page_stride + scales_at + row * scales_stride.
 struct KvRows : Rows {
   std::int64_t page_stride = 0;
   int chunk = 8;
   std::int64_t chunk_stride = 8;
   std::int64_t dim_stride = 1;
+  std::int64_t scales_at = 0;
+  std::int64_t scales_stride = 0;
 
   KvRows() = default;
   LONGSPAN_HD KvRows(void* memory, std::int64_t row, std::int64_t head) : Rows{memory, row, head} {}
+  /// Dense rows of `heads` heads of `dim` numbers of any type, one after the other.
+  KvRows(void* memory, DType dtype, int heads, int dim)
+      : Rows{memory, std::int64_t{heads} * storage_of(dtype).row_elements(dim),
+             storage_of(dtype).row_elements(dim)} {
+    carry_scales(row_format_of(dtype), 0);
+  }
+
+  /// Says where the scales of rows lie that carry them, in pages of `page` rows; 0: no pages.
+  void carry_scales(const RowFormat& format, std::int64_t page) {
+    if (format.bytes == 0) return;
+    scales_at = format.scales_at;
+    scales_stride = row_stride;
+    if (page == 0 || format.apart == 0) return;
+    row_stride = format.data_bytes();
+    scales_at = page * row_stride;
+    scales_stride = format.apart;
+  }
+  /// A row that carries its scales; there is one kv head.
+  LONGSPAN_HD StoredRow stored(std::int64_t page, std::int64_t row) const {
+    std::byte* const at = static_cast<std::byte*>(data) + page * page_stride;
+    return {at + row * row_stride, at + scales_at + row * scales_stride};
+  }
+  /// The scales of rows that lie apart from their data, as rows of `format.apart` bytes.
+  KvRows scales_apart() const {
+    KvRows scales(static_cast<std::byte*>(data) + scales_at, scales_stride, 0);
+    scales.page_stride = page_stride;
+    return scales;
+  }
 
   LONGSPAN_HD bool dense() const { return chunk_stride == chunk && dim_stride == 1; }
   /// The offset of element d in its row, in elements.
@@ -92,6 +126,9 @@ struct KvRows : Rows {
     return d / chunk * chunk_stride + d % chunk * dim_stride;
   }
 };
+
+/// What is copied of keys, part by part. `scales` are those that lie apart from their rows.
+enum class KeyPart : std::uint8_t { keys, values, scales };
 
 /// The pages of a sequence: local key i of sequence b lies in row i % page_size of page table[b *
 /// row_stride + i / page_size * column_stride]. Entries that no visible key needs may hold anything

@@ -2,6 +2,11 @@
 // cache's type. RoPE rotates keys before.
 //
 //     cache[slot] = x / scale
+//
+// A row that carries its scales (RowFormat) gets one for each group of its numbers, from their
+// largest size.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 
@@ -42,12 +47,31 @@ void store_row(const AppendParams& p, const Tensors& t, std::int64_t token, std:
   }
 }
 
+/// Stores row `token` of the new keys as a row that carries its scales.
+void store_row(const AppendParams& p, const RowFormat& format, std::int64_t token,
+               const StoredRow& to) {
+  const auto number = [&](int c) {
+    return load_element(p.new_k.data, p.dtype, token * p.new_k.row_stride + c);
+  };
+  for (int c = 0; c < format.coded;) {
+    float amax = 0;
+    const int group = c / format.group, end = std::min(c + format.group, format.coded);
+    for (int i = c; i < end; ++i) amax = std::fmax(amax, std::abs(number(i)));
+    const float scale = scale_for(format, amax);
+    store_scale(to, format, group, scale);
+    for (; c < end; ++c) store_number(to, format, c, scale, number(c));
+  }
+  for (int c = format.coded; c < format.dim; ++c) store_number(to, format, c, 1, number(c));
+}
+
 }  // namespace
 
 void append(const AppendParams& p, ThreadPool& pool) {
   pool.run(p.tokens, [&](std::int64_t token, int) {
     const CacheRow row = cache_row(p, token);
     if (row.row < 0) return;
+    if (is_latent_row(p.kv_dtype))
+      return store_row(p, row_format_of(p.kv_dtype), token, p.k.stored(row.page, row.row));
     Tensors keys{p.new_k, p.k, scales_at(p, p.k_scale, token, row), p.head_dim};
     std::optional<Rotations> rotations;
     if (p.rope) keys.rotations = &rotations.emplace(p.rope, new_position(p, token));

@@ -87,10 +87,8 @@ void fold_states(Stats* a_stats, float* a, const Stats* b_stats, const float* b,
 }
 
 void pack_segment(const AttendParams& p, const KeyRows& rows, Range keys, float* segment) {
-  with_type(p.kv_dtype, [&]<class T>(const T*) {
-    pack_keys<T>(p.k, rows.k(), aligned(keys), p.head_dim, segment);
-    pack_values<T>(p.v, rows.v(), keys, p.value_dim, segment + TileSpace::key_floats(p));
-  });
+  pack_any_keys(p, rows, aligned(keys), segment);
+  pack_any_values(p, rows, keys, segment + TileSpace::key_floats(p));
 }
 
 class TileRun {
@@ -233,10 +231,8 @@ class TileRun {
     float* const keys = space_.segment;
     float* const values =
         in_keys ? keys : keys + kSegment * TileSpace::panels(p_.head_dim) * kPanel;
-    with_type(p_.kv_dtype, [&]<class T>(const T*) {
-      pack_values<T>(p_.k, rows_.k(), aligned(any), p_.head_dim, keys);
-      if (!in_keys) pack_values<T>(p_.v, rows_.v(), any, p_.value_dim, values);
-    });
+    pack_keys_as_values(p_, rows_, aligned(any), keys);
+    if (!in_keys) pack_any_values(p_, rows_, any, values);
     k_ = keys;
     v_ = values;
     found_ = next != nullptr;

@@ -14,17 +14,17 @@ constexpr std::int64_t kKeys = 64;  // that a thread takes at a time
 void copy_row(const KeyCopy& copy, int kv_heads, const StorageFormat& format, const CacheRow& row,
               std::int64_t to) {
   const KvRows& from = copy.from;
-  const std::int64_t head_bytes = format.row_bytes(copy.dim);
+  const std::int64_t head_bytes = format.bytes(copy.step);
   const std::byte* source = from.address(format, row.offset(from));
   std::byte* target = copy.to + to * kv_heads * head_bytes;
-  if (from.dense() && from.head_stride == copy.dim) {
+  if (from.dense() && from.head_stride == copy.dim && copy.step == copy.dim) {
     std::memcpy(target, source, static_cast<std::size_t>(kv_heads * head_bytes));
     return;
   }
   for (int head = 0; head < kv_heads; ++head, target += head_bytes) {
     const std::byte* of_head = source + format.bytes(head * from.head_stride);
     if (from.dense()) {
-      std::memcpy(target, of_head, static_cast<std::size_t>(head_bytes));
+      std::memcpy(target, of_head, static_cast<std::size_t>(format.bytes(copy.dim)));
       continue;
     }
     for (int d = 0; d < copy.dim; ++d)
@@ -46,8 +46,9 @@ void copy_keys(const CopyKeysParams& p, ThreadPool& pool) {
     for (std::int64_t i = std::max(first, keys.begin); i < std::min(first + kKeys, keys.end); ++i) {
       const KeyPlace place = place_of(p, b, i);
       if (place.to < 0) continue;
-      for (const KeyCopy& copy : {keys_of(p), values_of(p)})
-        if (copy.to != nullptr) copy_row(copy, g.kv_heads, format, place.from, place.to);
+      for (const KeyPart part : {KeyPart::keys, KeyPart::values, KeyPart::scales})
+        if (const KeyCopy copy = part_of(p, part); copy.to != nullptr)
+          copy_row(copy, g.kv_heads, format, place.from, place.to);
     }
   });
 }

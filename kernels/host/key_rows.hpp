@@ -17,6 +17,10 @@ class KeyRows {
   /// [key of the segment]: the address of element 0 of its row; null if no row of the tile sees it.
   const std::byte* const* k() const { return k_; }
   const std::byte* const* v() const { return v_; }
+  /// Row j of keys that carry their scales (RowFormat), which has an address.
+  StoredRow stored(int j) const {
+    return {const_cast<std::byte*>(k_[j]), const_cast<std::byte*>(scales_[j])};
+  }
 
   void clear() {
     std::fill_n(k_, kSegment + kRowsAhead, nullptr);
@@ -45,6 +49,7 @@ class KeyRows {
            int end) {
     place(p, p.k, p.k.data, page, row, kv_head, begin, end, k_);
     place(p, p.v, p.v.data, page, row, kv_head, begin, end, v_);
+    place_scales(p, p.k.data, page, row, begin, end);
   }
 
   /// Finds keys [begin, end), which are rows `row`, row + 1 ... of all sequences.
@@ -60,6 +65,7 @@ class KeyRows {
                            : static_cast<int>(std::min<std::int64_t>(end, j + span[1].first - row));
       place(p, p.k, span->k, 0, row - span->first, kv_head, j, next, k_);
       place(p, p.v, span->v, 0, row - span->first, kv_head, j, next, v_);
+      place_scales(p, span->k, 0, row - span->first, j, next);
       row += next - j;
       j = next;
     }
@@ -75,8 +81,17 @@ class KeyRows {
     for (int j = begin; j < end; ++j, at += step) to[j] = at;
   }
 
+  void place_scales(const AttendParams& p, const void* data, std::int64_t page, std::int64_t row,
+                    int begin, int end) {
+    if (!is_latent_row(p.kv_dtype)) return;
+    const std::byte* at = static_cast<const std::byte*>(data) + page * p.k.page_stride +
+                          p.k.scales_at + row * p.k.scales_stride;
+    for (int j = begin; j < end; ++j, at += p.k.scales_stride) scales_[j] = at;
+  }
+
   const std::byte* k_[kSegment + kRowsAhead];
   const std::byte* v_[kSegment + kRowsAhead];
+  const std::byte* scales_[kSegment + kRowsAhead];  // where k_ is not null
 };
 
 /// Finds the keys `any` of a segment that some row of the tile sees, and `ahead` more.

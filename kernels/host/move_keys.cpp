@@ -27,15 +27,14 @@ void move_row(const KeyMove& move, int kv_heads, const StorageFormat& format, co
 
 void move_keys(const MoveKeysParams& p, ThreadPool& pool) {
   const StorageFormat format = storage_of(p.dtype);
-  const bool has_values = p.from.v.data != nullptr && p.to.v.data != nullptr;
   pool.run(p.count, [&](std::int64_t item, int) {
     const KeyRun& run = p.runs[item];
     for (std::int64_t i = 0; i < run.count; ++i) {
       const CacheRow from = p.from.row(run.sequence, run.from_key + i);
       const CacheRow to = p.to.row(run.sequence, run.to_key + i);
       if (from.row < 0 || to.row < 0) continue;
-      move_row(keys_of(p), p.kv_heads, format, from, to);
-      if (has_values) move_row(values_of(p), p.kv_heads, format, from, to);
+      for (const KeyPart part : {KeyPart::keys, KeyPart::values, KeyPart::scales})
+        move_row(part_of(p, part), p.kv_heads, format, from, to);
     }
   });
 }

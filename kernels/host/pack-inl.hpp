@@ -18,6 +18,7 @@
 
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
+#include "kernels/host/key_rows.hpp"
 #include "kernels/host/simd-inl.hpp"
 #include "kernels/host/tile.hpp"
 #include "kernels/params.hpp"
@@ -233,6 +234,93 @@ void pack_values(const KvRows& layout, const std::byte* const* rows, Range keys,
       pad_row(dim - last, panels + (last / kPanel * kSegment + j) * kPanel);
     key = next;
   }
+}
+
+/// Numbers [begin, end) of a row that carries its scales, as fp32.
+inline void widen_stored(const StoredRow& row, const RowFormat& format, int begin, int end,
+                         float* to) {
+  const Lanes d;
+  float* const first = to;
+  for (int c = begin; c < std::min(end, format.coded);) {
+    const int group = c / format.group;
+    const int count = std::min({end, format.coded, (group + 1) * format.group}) - c;
+    if (format.code == Code::fp8)
+      widen(reinterpret_cast<const E4m3*>(row.data) + c, count, to);
+    else
+      for (int i = 0; i < count; ++i) to[i] = load_code(row, format, c + i);
+    const float scale = load_scale(row, format, group);
+    int i = 0;
+    for (; i + kLanes <= count; i += kLanes)
+      hn::StoreU(hn::Mul(hn::LoadU(d, to + i), hn::Set(d, scale)), d, to + i);
+    for (; i < count; ++i) to[i] *= scale;
+    c += count;
+    to += count;
+  }
+  const int next = begin + static_cast<int>(to - first);
+  if (next >= end) return;
+  const std::byte* const rest = row.data + format.rest_at;
+  if (format.rest == DType::bf16)
+    widen(reinterpret_cast<const Bfloat16*>(rest) + (next - format.coded), end - next, to);
+  else
+    widen(reinterpret_cast<const E4m3*>(rest) + (next - format.coded), end - next, to);
+}
+
+/// pack_keys of rows that carry their scales.
+inline void pack_stored_keys(const RowFormat& format, const KeyRows& rows, Range keys,
+                             float* panels) {
+  HWY_ALIGN float wide[4][kMaxHeadDim];
+  const float* const four[4] = {wide[0], wide[1], wide[2], wide[3]};
+  for (int key = keys.begin; key < keys.end; key += 4) {
+    for (int i = 0; i < 4; ++i) {
+      prefetch_row<std::byte>(rows.k()[key + i + kRowsAhead], format.data_bytes());
+      if (rows.k()[key + i] != nullptr)
+        widen_stored(rows.stored(key + i), format, 0, format.dim, wide[i]);
+      else
+        std::fill_n(wide[i], format.dim, 0.0f);
+    }
+    transpose_four(four, format.dim, panels + key / kPanel * format.dim * kPanel + key % kPanel);
+  }
+}
+
+/// pack_values of the first `dim` numbers of such rows.
+inline void pack_stored_values(const RowFormat& format, const KeyRows& rows, Range keys, int dim,
+                               float* panels) {
+  const int last = (dim - 1) / kPanel * kPanel;  // first column of the last panel
+  for (int key = keys.begin; key < keys.end; ++key) {
+    prefetch_row<std::byte>(rows.k()[key + kRowsAhead], format.data_bytes());
+    for (int panel = 0; panel < dim; panel += kPanel) {
+      float* const to = panels + (panel / kPanel * kSegment + key) * kPanel;
+      const int end = std::min(panel + kPanel, dim);
+      if (rows.k()[key] != nullptr)
+        widen_stored(rows.stored(key), format, panel, end, to);
+      else
+        std::fill_n(to, end - panel, 0.0f);
+    }
+    pad_row(dim - last, panels + (last / kPanel * kSegment + key) * kPanel);
+  }
+}
+
+/// Packs keys of any type, and of any layout that it has.
+inline void pack_any_keys(const AttendParams& p, const KeyRows& rows, Range keys, float* panels) {
+  if (is_latent_row(p.kv_dtype))
+    return pack_stored_keys(row_format_of(p.kv_dtype), rows, keys, panels);
+  with_type(p.kv_dtype,
+            [&]<class T>(const T*) { pack_keys<T>(p.k, rows.k(), keys, p.head_dim, panels); });
+}
+
+/// The same for values, and for keys that are packed as values are.
+inline void pack_any_values(const AttendParams& p, const KeyRows& rows, Range keys, float* panels) {
+  if (is_latent_row(p.kv_dtype))
+    return pack_stored_values(row_format_of(p.kv_dtype), rows, keys, p.value_dim, panels);
+  with_type(p.kv_dtype,
+            [&]<class T>(const T*) { pack_values<T>(p.v, rows.v(), keys, p.value_dim, panels); });
+}
+inline void pack_keys_as_values(const AttendParams& p, const KeyRows& rows, Range keys,
+                                float* panels) {
+  if (is_latent_row(p.kv_dtype))
+    return pack_stored_values(row_format_of(p.kv_dtype), rows, keys, p.head_dim, panels);
+  with_type(p.kv_dtype,
+            [&]<class T>(const T*) { pack_values<T>(p.k, rows.k(), keys, p.head_dim, panels); });
 }
 
 template <class T>

@@ -112,14 +112,10 @@ bool pack_bf16_segment(const AttendParams& p, const KeyRows& rows, Range keys, f
     pack_bf16_keys(rows.k(), keys, p.head_dim, to);
     return pack_bf16_values(rows.v(), keys, p.value_dim, values);
   }
-  bool finite = true;
-  with_type(p.kv_dtype, [&]<class T>(const T*) {
-    pack_keys<T>(p.k, rows.k(), keys, p.head_dim, wide);
-    pack_wide_keys(wide, keys, p.head_dim, to);
-    pack_values<T>(p.v, rows.v(), keys, p.value_dim, wide);
-    finite = pack_wide_values(wide, keys, p.value_dim, values);
-  });
-  return finite;
+  pack_any_keys(p, rows, keys, wide);
+  pack_wide_keys(wide, keys, p.head_dim, to);
+  pack_any_values(p, rows, keys, wide);
+  return pack_wide_values(wide, keys, p.value_dim, values);
 }
 
 #else

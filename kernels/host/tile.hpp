@@ -67,7 +67,8 @@ struct Tile {
 
 /// Whether tiles of few rows can read keys and values in place, without packing.
 inline bool reads_in_place(const AttendParams& p) {
-  return p.k.dense() && p.v.dense() && p.head_dim % 16 == 0 && p.value_dim % 16 == 0;
+  return p.k.dense() && p.v.dense() && p.head_dim % 16 == 0 && p.value_dim % 16 == 0 &&
+         !is_latent_row(p.kv_dtype);
 }
 
 /// A tile's memory. In o, value_dim is padded to 16, so that a vector never reads past a row.

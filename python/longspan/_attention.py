@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from typing import Any, Sequence
 
     from .mask import Mask
-    from ._types import Alibi, Alignment, Array, Dout, DType, Exchange, Layout, Numbers, Part, Strategy, Stream
+    from ._types import (Alibi, Alignment, Array, Dout, DType, Exchange, KeyDType, Layout, Numbers, Part, Strategy,
+                         Stream)
 
 ALONE = object()  # as `comm`, where a function means one process and needs no warning
 
@@ -103,7 +104,7 @@ def _is_recorded(q, k, v, *terms) -> bool:
 def attend(
     q: Array,
     k: Array,
-    v: Array,
+    v: Array | None,
     *,
     comm: Communicator | None = None,
     causal: bool | Numbers = False,
@@ -150,6 +151,7 @@ def attend(
     indices: Numbers | None = None,
     topk_length: Numbers | None = None,
     index_slots: bool = False,
+    kv_dtype: KeyDType | None = None,
     keys: Layout | Sharding = "contiguous",
     queries: Layout | Sharding | None = None,
     results: Part | Layout | Sharding = "all",
@@ -255,6 +257,9 @@ def attend(
         topk_length: [tokens] or [batch, tokens], how many of a row's indices count, the first ones.
         index_slots: indices are rows of this rank's own cache, page * page size + row, in a k of pages without a block_table
             (or rows of a dense k); each rank gives its own, and no lengths are needed.
+        kv_dtype: of rows of latent keys that carry their scales, their format: "latent656", "latent656_pow2",
+            "latent584", "latent528" or "latent352". k is then uint8 with the bytes of a row in its last dimension, and
+            v is None. None is the type of k.
         keys: how keys are dealt out to ranks: the name of a layout, or a Sharding. "contiguous" is
             parts in rank order. With total_keys or cache_seqlens these are the parts that
             longspan.shard cuts, at multiples of 128 keys; only these give the same bits on any
@@ -316,6 +321,8 @@ def attend(
         from .torch._attention import attend_tensors
 
         return attend_tensors(**arguments)
+    if v is None and _are_latent_rows(kv_dtype):
+        v = k
     if comm is ALONE:
         comm, whole_keys, whole_queries, message = None, None, None, None
     else:
@@ -350,7 +357,13 @@ def attend(
         dropout_p=dropout_p, dropout_seed=dropout_seed, dropout_sequences=dropout_sequences,
         dropout_first_head=dropout_first_head, values_in_keys=values_in_keys, indices=indices, topk_length=topk_length,
         index_slots=index_slots, attention_chunk=attention_chunk, chunk_lookback=chunk_lookback, prefix=prefix,
-        prefix_lens=prefix_lens, bidirectional=bidirectional, clamp_bidirectional=clamp_bidirectional)
+        prefix_lens=prefix_lens, bidirectional=bidirectional, clamp_bidirectional=clamp_bidirectional,
+        kv_dtype=kv_dtype)
+
+
+def _are_latent_rows(dtype) -> bool:
+    """Whether it names rows that carry their scales, which hold the values too."""
+    return isinstance(dtype, str) and dtype.startswith("latent")
 
 
 def _given_nothing(function, **more) -> dict:
@@ -380,7 +393,8 @@ class Attention:
         index_slots: as in attend.
         mask: one of longspan.mask, in place of causal and the like. Its arrays are those of runs that give none.
         dtype: of the products: "float32", "float16" or "bfloat16", on CPUs also "float64"; or such a
-            dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8.
+            dtype of NumPy or torch. q_dtype, kv_dtype, out_dtype: of the arrays where they differ, as for fp8; kv_dtype also
+            names rows of latent keys that carry their scales, as in attend.
         causal, causal_alignment, softmax_scale, window_size, attention_chunk, chunk_lookback, prefix, clamp_bidirectional,
             softcap, keys, queries, results, invariant, strategy, exchange, ranks_per_node: as in attend, but contiguous parts are always those that
             longspan.shard cuts. For others use ranges, with a key_table and a query_table in each
@@ -421,7 +435,7 @@ class Attention:
 
     def __init__(self, comm: Communicator | None = None, *, heads: int, head_dim: int,
                  kv_heads: int | None = None, value_dim: int | None = None,
-                 dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: DType | None = None,
+                 dtype: DType = "bfloat16", q_dtype: DType | None = None, kv_dtype: KeyDType | None = None,
                  out_dtype: DType | None = None, causal: bool = False, softmax_scale: float | None = None,
                  window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, chunk_lookback: int = 0,
                  prefix: int = 0, clamp_bidirectional: bool = False, mask: Mask | None = None,
@@ -451,6 +465,7 @@ class Attention:
             warn_of_others("Attention")
         self._dealt_out = dict(keys=keys, queries=queries)
         self._columns = (head_dim if value_dim is None else value_dim) if values_in_keys is True else None
+        self._holds_values = _are_latent_rows(kv_dtype)
         self._layer = _core.layer(
             comm=comm, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
             q_dtype=q_dtype, kv_dtype=kv_dtype, out_dtype=out_dtype, tf32=tf32, fp8_products=fp8_products,
@@ -472,7 +487,9 @@ class Attention:
 
     def _values(self, k: Array, v: Array | None) -> Array | None:
         """v, or where it is left out the first columns of k."""
-        return k[..., :self._columns] if v is None and self._columns is not None else v
+        if v is not None or self._columns is None:
+            return v
+        return k if self._holds_values else k[..., :self._columns]
 
     def __call__(self, q: Array, k: Array, v: Array | None, *, causal: Numbers | None = None,
                  cu_seqlens_q: Numbers | None = None, cache_seqlens: Numbers | None = None,

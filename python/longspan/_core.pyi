@@ -3,7 +3,7 @@
 # arguments (docs/reference/options.md).
 from typing import Any, Callable, Sequence
 
-from ._types import Array, Base, Device, DType, Layout, Numbers, OfKind, Stream
+from ._types import Array, Base, Device, DType, KeyDType, Layout, Numbers, OfKind, Stream
 
 __version__: str
 has_mpi: bool
@@ -117,7 +117,7 @@ def sparse_attention(*, q: OfKind, k: Array, v: Array, indices: Numbers, topk_le
                      sinks: Numbers | None, softmax_scale: float | None, k_descale: Numbers | None, out: Array | None,
                      stream: Stream | None) -> tuple[OfKind, OfKind, OfKind]: ...
 def append_kv(*, k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers,
-              k_descale: Numbers | None, v_descale: Numbers | None,
+              k_descale: Numbers | None, v_descale: Numbers | None, kv_dtype: KeyDType | None,
               stream: Stream | None) -> None: ...
 def alone(*, device: Device, gpu: int | None) -> Communicator: ...
 def launched_rank() -> str: ...

@@ -11,6 +11,7 @@ from . import _core
 from ._attention import ALONE, attend
 from ._errors import InputError, UnsupportedError
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
+from ._serving import append_kv
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,6 +73,12 @@ def joined(left: Array, right: Array, left_name: str, right_name: str, *, copies
     return numpy.concatenate([left, right], -1)
 
 
+def _numpy_type(name):
+    import ml_dtypes
+
+    return getattr(ml_dtypes, name)
+
+
 def _new(q, shape, dtype):
     torch = _torch_of(q)
     if torch is not None:
@@ -79,9 +86,7 @@ def _new(q, shape, dtype):
     numpy = _numpy_of(q)
     if numpy is None:
         raise UnsupportedError(f"q is of type '{type(q).__name__}' and fp8, which is supported of NumPy and torch")
-    import ml_dtypes
-
-    return numpy.empty(shape, getattr(ml_dtypes, dtype))
+    return numpy.empty(shape, _numpy_type(dtype))
 
 
 def _descale(name, scale, array, array_name, batch):
@@ -107,10 +112,34 @@ def contiguous(array):
     return array if numpy is None else numpy.ascontiguousarray(array)
 
 
+_BY_BYTES = {656: "latent656", 584: "latent584", 528: "latent528", 352: "latent352"}
+
+
+def _as_bytes(array):
+    """The same memory as uint8. FlashMLA's callers give rows of bytes as fp8."""
+    torch = _torch_of(array)
+    if torch is not None:
+        return array.view(torch.uint8) if array.element_size() == 1 else array
+    numpy = _numpy_of(array)
+    return array if numpy is None or array.itemsize != 1 else array.view(numpy.uint8)
+
+
+def _rows_of(k_cache):
+    """The format of rows that carry their scales, by their bytes."""
+    check_shape("k_cache", k_cache, (None, None, 1, None), "pages of rows that carry their scales, [pages, page, 1, bytes],")
+    found = _BY_BYTES.get(k_cache.shape[3])
+    if found is None or type_of(_as_bytes(k_cache)) != "uint8":
+        raise InputError(f"k_cache is {type_of(k_cache)} {list(k_cache.shape)} and is_fp8_kvcache is True: uint8 or fp8 rows of "
+                         f"{', '.join(map(str, _BY_BYTES))} bytes are wanted")
+    return found
+
+
 def decode(q: Array, k_cache: Array, block_table: Array, cache_seqlens: Array, head_dim_v: int,
            softmax_scale: float | None, causal: bool, names: dict[str, str], *, descale_q: Numbers | None = None,
-           descale_k: Numbers | None = None, out: Array | None = None) -> tuple[Array, Array]:
-    """FlashMLA's dense decode: (out [batch, tokens, heads, head_dim_v], lse [batch, tokens, heads], natural)."""
+           descale_k: Numbers | None = None, out: Array | None = None,
+           kv_dtype: str | None = None) -> tuple[Array, Array]:
+    """FlashMLA's dense decode: (out [batch, tokens, heads, head_dim_v], lse [batch, tokens, heads], natural). kv_dtype is
+    that of attend."""
     check_shape("q", q, (None,) * 4, "[batch, tokens, heads, head_dim]")
     check_shape("k_cache", k_cache, (None,) * 4, "[pages, page, kv_heads, head_dim]")
     check_shape("block_table", block_table, (q.shape[0], None), "[batch, columns]")
@@ -119,23 +148,59 @@ def decode(q: Array, k_cache: Array, block_table: Array, cache_seqlens: Array, h
         raise TypeError(f"head_dim_v is of type '{type(head_dim_v).__name__}'; an int is wanted")
     if not isinstance(causal, bool):
         raise TypeError(f"causal is of type '{type(causal).__name__}'; a bool is wanted")
-    if not 1 <= head_dim_v <= k_cache.shape[3]:
+    if kv_dtype is not None:
+        if head_dim_v != 512:
+            raise InputError(f"head_dim_v is {int(head_dim_v)}; the values of {kv_dtype} are 512 numbers")
+    elif not 1 <= head_dim_v <= k_cache.shape[3]:
         raise InputError(f"head_dim_v is {int(head_dim_v)} and k_cache {list(k_cache.shape)}: the values are the first "
                          "head_dim_v columns of its rows")
-    if q.shape[3] != k_cache.shape[3]:
+    if kv_dtype is None and q.shape[3] != k_cache.shape[3]:
         raise InputError(f"q is {list(q.shape)} and k_cache {list(k_cache.shape)}; their last dimensions are the same")
     if k_cache.shape[2] == 0 or q.shape[2] % k_cache.shape[2]:
         raise InputError(f"q has {q.shape[2]} heads and k_cache {k_cache.shape[2]}, which do not divide them")
     batch = q.shape[0]
-    descales = {"q_descale": _descale("descale_q", descale_q, q, "q", batch),
-                "k_descale": _descale("descale_k", descale_k, k_cache, "k_cache", batch)}
+    if kv_dtype is not None:
+        k_cache, v_cache, descales = _as_bytes(k_cache), None, {"kv_dtype": kv_dtype}
+    else:
+        v_cache = k_cache[..., :int(head_dim_v)]
+        descales = {"q_descale": _descale("descale_q", descale_q, q, "q", batch),
+                    "k_descale": _descale("descale_k", descale_k, k_cache, "k_cache", batch)}
     if out is None and is_fp8(q):
         out = _new(q, (*q.shape[:3], int(head_dim_v)), "bfloat16")
     options = {name: value for name, value in descales.items() if value is not None}
     try:
-        return attend(q, k_cache, k_cache[..., :int(head_dim_v)], comm=ALONE, causal=causal, softmax_scale=softmax_scale,
+        return attend(q, k_cache, v_cache, comm=ALONE, causal=causal, softmax_scale=softmax_scale,
                       block_table=block_table, cache_seqlens=cache_seqlens, return_lse=True, out=out, values_in_keys=True,
                       **options)
+    except TRANSLATED as error:
+        raise in_their_words(error, names) from None
+
+
+def append(kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Numbers, kv_cache_dtype: str, scale: Numbers | None) -> None:
+    """vLLM's concat_and_cache_mla."""
+    check_shape("kv_c", kv_c, (None, None), "[tokens, latent]")
+    check_shape("k_pe", k_pe, (kv_c.shape[0], None), "[tokens, rotary]")
+    check_shape("kv_cache", kv_cache, (None, None, None), "[pages, page, columns or bytes]")
+    names = {"k_cache": "kv_cache", "k_descale": "scale", "k_scale": "scale", "k": "kv_c and k_pe"}
+    new = joined(kv_c, k_pe, "kv_c", "k_pe", copies=True)[:, None]
+    cache, rows, descale = kv_cache[:, :, None], None, None
+    if kv_cache_dtype in ("fp8_ds_mla", "nvfp4_ds_mla"):
+        rows = _rows_of(cache)
+        if (rows == "latent352") != (kv_cache_dtype == "nvfp4_ds_mla"):
+            raise InputError(f"kv_cache_dtype is {kv_cache_dtype!r}, and kv_cache {list(kv_cache.shape)} has rows of "
+                             f"{kv_cache.shape[2]} bytes")
+        cache = _as_bytes(cache)
+    elif kv_cache_dtype != "auto":
+        dtype = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}.get(kv_cache_dtype)
+        if dtype is None:
+            raise UnsupportedError(f"kv_cache_dtype {kv_cache_dtype!r} is not supported: auto, fp8, fp8_e4m3, fp8_e5m2, "
+                                   "fp8_ds_mla and nvfp4_ds_mla are")
+        torch = _torch_of(cache)
+        cache = _as_bytes(cache).view(getattr(torch, dtype)) if torch is not None else _as_bytes(cache).view(_numpy_type(dtype))
+        descale = scale
+    try:
+        append_kv(new, None, cache, None if rows else cache[..., :kv_c.shape[1]], slot_mapping, k_descale=descale,
+                  kv_dtype=rows)
     except TRANSLATED as error:
         raise in_their_words(error, names) from None
 
@@ -148,8 +213,13 @@ def flash_mla(function: str, q: Array, k_cache: Array, block_table: Array | None
               softmax_scale: float | None, causal: bool, *, descale_q: Numbers | None = None,
               descale_k: Numbers | None = None, is_fp8_kvcache: bool = False, **sparse: Any) -> tuple[Array, Array]:
     """flash_mla_with_kvcache of FlashMLA, vLLM and SGLang: lse is [batch, heads, tokens]."""
-    refuse(function, "rows of 656 bytes are not read; a cache of e4m3 with one scale is that of "
-                     "flash_mla_with_kvcache_fp8, or longspan.attend with k_descale", is_fp8_kvcache=(is_fp8_kvcache, False))
+    rows = None
+    if is_fp8_kvcache:
+        refuse(function, "rows that carry their scales are read by dense attention; longspan.attend with kv_dtype and indices "
+                         "reads them", indices=(sparse.get("indices"), None))
+        rows = _rows_of(k_cache)
+        refuse(function, f"rows of {rows} carry their scales, and q is bfloat16", descale_q=(descale_q, None),
+               descale_k=(descale_k, None))
     refuse(function, "a second cache is not read: leave it out",
            **{name: (value, None) for name, value in sparse.items() if name.startswith("extra_")})
     indices, sink, length = (sparse.get(name) for name in ("indices", "attn_sink", "topk_length"))
@@ -158,7 +228,7 @@ def flash_mla(function: str, q: Array, k_cache: Array, block_table: Array | None
         return _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, causal, sink, length, descale_k)
     refuse(function, "it is of sparse attention, which indices ask for", attn_sink=(sink, None), topk_length=(length, None))
     out, lse = decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, _FLASH_MLA,
-                      descale_q=descale_q, descale_k=descale_k)
+                      descale_q=descale_q, descale_k=descale_k, kv_dtype=rows)
     return out, contiguous(lse.swapaxes(1, 2))
 
 

@@ -13,7 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ._types import Alibi, Alignment, Array, Base, DType, Numbers, OfKind, Stream
+    from ._types import Alibi, Alignment, Array, Base, DType, KeyDType, Numbers, OfKind, Stream
     from ._core import Communicator
 
 Segments = namedtuple("Segments", "output max expsum keys tile")
@@ -278,8 +278,8 @@ def context_attention(q: Array, k: Array | None, v: Array | None, k_cache: Array
         out_scale_inv=out_scale_inv, causal_alignment="lower_right")
 
 
-def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_mapping: Numbers, *,
-              k_descale: Numbers | None = None, v_descale: Numbers | None = None,
+def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array | None, slot_mapping: Numbers, *,
+              k_descale: Numbers | None = None, v_descale: Numbers | None = None, kv_dtype: KeyDType | None = None,
               stream: Stream | None = None) -> None:
     """Writes new keys and values to a paged cache, each to its slot.
 
@@ -288,6 +288,8 @@ def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_ma
         k_cache, v_cache: pages, written.
         slot_mapping: [tokens]: page * page size + row; a token with a slot below 0 is not written.
         k_descale, v_descale: [1] or [kv_heads] float32; fp8 caches store x / descale.
+        kv_dtype: of rows of latent keys that carry their scales, their format, as in attend. k_cache is then uint8, and v
+            and v_cache are None.
 
     >>> import numpy as np, longspan
     >>> k_cache, v_cache = np.zeros((2, 4, 16, 2, 64), np.float32)
@@ -297,4 +299,4 @@ def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array, slot_ma
     (128.0, 128.0)
     """
     _core.append_kv(k=k, v=v, k_cache=k_cache, v_cache=v_cache, slot_mapping=slot_mapping, k_descale=k_descale,
-                    v_descale=v_descale, stream=stream)
+                    v_descale=v_descale, kv_dtype=kv_dtype, stream=stream)

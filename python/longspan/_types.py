@@ -56,7 +56,10 @@ Numbers = Union[SupportsDLPack, Buffer, float, Sequence[float], Sequence[Sequenc
 Stream = Union[int, StreamOfTorch, StreamOfCupy, SupportsCudaStream]
 DTypeName = Literal["float32", "float16", "bfloat16", "float64", "float8_e4m3fn", "float8_e5m2", "fp32",
                     "fp16", "bf16", "fp64", "e4m3", "e5m2"]
+# Rows of latent keys (MLA) that carry their scales, by their bytes; an array of them is uint8.
+LatentRows = Literal["latent656", "latent656_pow2", "latent584", "latent528", "latent352"]
 DType = Union[DTypeName, HasItemsize, type]
+KeyDType = Union[LatentRows, DType]
 Layout = Literal["contiguous", "ranges", "zigzag", "striped", "interleaved", "listed"]
 Part = Literal["all", "heads"]
 Exchange = Literal["auto", "peer-buffers", "peer-buffers-apart", "gather"]

@@ -96,7 +96,8 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array, cache_s
                            softmax_scale: float | None = None, causal: bool = False,
                            descale_q: Numbers | None = None, descale_k: Numbers | None = None,
                            is_fp8_kvcache: bool = False, indices: Any = None) -> tuple[Array, Array]:
-    """As longspan.vllm's, besides descale_q and descale_k, [1] or [batch] float32, of q and rows of fp8.
+    """As longspan.vllm's, is_fp8_kvcache included, besides descale_q and descale_k, [1] or [batch] float32, of q and rows
+    of fp8 that have one scale.
 
     >>> import numpy as np
     >>> from longspan.sglang import flash_mla_with_kvcache, get_mla_metadata

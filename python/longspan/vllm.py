@@ -19,7 +19,7 @@ import sys
 from . import _core
 from ._core import Communicator
 from ._errors import InputError, UnsupportedError
-from ._mla import FlashMLASchedMeta, cutlass, flash_mla, sparse_prefill
+from ._mla import FlashMLASchedMeta, append, cutlass, flash_mla, sparse_prefill
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
 from ._serving import narrow_lse, wide_lse
 
@@ -533,7 +533,9 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array | None, 
 
     Args:
         q: [batch, tokens, heads, head_dim], absorbed: 576 columns of DeepSeek's models; any number up to 576.
-        k_cache: pages [blocks, block_size, kv_heads, head_dim] of any size and strides, in the type of q.
+        k_cache: pages [blocks, block_size, kv_heads, head_dim] of any size and strides, in the type of q. With
+            is_fp8_kvcache rows that carry their scales, [blocks, block_size, 1, bytes] of uint8 or fp8: 656 bytes
+            (fp8_ds_mla), 584 (of DeepSeek V4), 528 or 352 (nvfp4_ds_mla).
         block_table: [batch, columns] int32; cache_seqlens: [batch] int32, keys of each sequence, the new ones included.
         head_dim_v: columns of a row that are its value: 512 there; any number up to 512.
         tile_scheduler_metadata, num_splits: not read: longspan plans each call by itself.
@@ -549,8 +551,8 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array | None, 
         and -inf; there its lse is +inf.
 
     Raises:
-        UnsupportedError: is_fp8_kvcache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length; causal with indices,
-            and attn_sink and topk_length without them.
+        UnsupportedError: extra_k_cache, extra_indices_in_kvcache, extra_topk_length; causal with indices, and attn_sink and
+            topk_length without them.
 
     >>> import numpy as np
     >>> from longspan.vllm import flash_mla_with_kvcache, get_mla_metadata
@@ -630,6 +632,32 @@ def flash_mla_with_kvcache_fp8(q: Array, k_cache: Array, block_table: Array, cac
                      softmax_scale, causal, descale_q=descale_q, descale_k=descale_k)
 
 
+def concat_and_cache_mla(kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping: Numbers, kv_cache_dtype: str,
+                         scale: Numbers | None = None) -> None:
+    """Writes new latent rows to pages, each to its slot: with the bytes that vLLM's kernel writes.
+
+    Args:
+        kv_c: [tokens, latent]; k_pe: [tokens, rotary].
+        kv_cache: [blocks, block_size, latent + rotary], written. "fp8_ds_mla" has rows that carry their scales, uint8 or
+            fp8 of 656 bytes: a scale of 128 numbers is amax / 448. Rows of 584 bytes have scales of 64 that are powers of
+            two.
+        slot_mapping: [tokens]: block * block_size + row; a token with a slot below 0 is not written.
+        kv_cache_dtype: "auto", "fp8", "fp8_e4m3", "fp8_e5m2" or "fp8_ds_mla".
+        scale: [1] float32, of fp8: x / scale is stored; otherwise not read.
+
+    Raises:
+        UnsupportedError: rows that are read only: "nvfp4_ds_mla", and those of 528 bytes.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import concat_and_cache_mla
+    >>> kv_c, k_pe, cache = np.ones((2, 512), np.float32), np.ones((2, 64), np.float32), np.zeros((3, 64, 656), np.uint8)
+    >>> concat_and_cache_mla(kv_c, k_pe, cache, [70, -1], "fp8_ds_mla")
+    >>> int(cache[1, 6, 0]), float(cache[1, 6, 512:516].view(np.float32)[0]) == 1 / 448
+    (126, True)
+    """
+    append(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)
+
+
 def sm100_cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0,
                                          num_kv_splits: int = 1) -> int:
     """0: longspan keeps its own memory.
@@ -676,8 +704,8 @@ def sm100_cutlass_mla_decode(out: Array, lse: Array, q_nope: Array, q_pe: Array,
     return out
 
 
-__all__ = ["FlashMLASchedMeta", "context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs", "dcp_a2a_lse_reduce",
-           "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "flash_mla_with_kvcache_fp8", "get_mla_metadata",
-           "get_mla_metadata_dense_fp8",
+__all__ = ["FlashMLASchedMeta", "concat_and_cache_mla", "context_attention_fwd", "cp_lse_ag_out_ar", "cp_lse_ag_out_rs",
+           "dcp_a2a_lse_reduce", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "flash_mla_with_kvcache_fp8",
+           "get_mla_metadata", "get_mla_metadata_dense_fp8",
            "mask_dcp_empty_shards_", "merge_attn_states", "sm100_cutlass_mla_decode",
            "sm100_cutlass_mla_get_workspace_size", "unified_attention"]

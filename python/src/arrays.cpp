@@ -175,7 +175,8 @@ const Array& Array::floats() const {
                    " is uint8, which does not say what it holds; of bytes that are fp8 give a "
                    "view: " +
                    name + ".view(" + (kind_.name == Kind::torch ? "torch" : "ml_dtypes") +
-                   ".float8_e4m3fn), or of float8_e5m2");
+                   ".float8_e4m3fn), or of float8_e5m2" +
+                   (name == "k" ? "; of latent rows that carry their scales give kv_dtype" : ""));
 }
 
 void Array::leave_out() {

@@ -21,12 +21,12 @@ namespace {
 
 /// Options that attend() finds by itself: from its arrays, or as flash-attention has them. Others
 /// keep their defaults.
-constexpr NameList kFound{
-    "heads",           "kv_heads",     "head_dim",    "value_dim", "dtype",
-    "q_dtype",         "kv_dtype",     "out_dtype",   "tf32",      "fp8_products",
-    "bf16_products",   "alibi",        "max_queries", "max_batch", "max_total_keys",
-    "threads",         "check_arrays", "profile",     "gradients", "dout",
-    "max_qq_gradient", "top_k"};
+constexpr NameList kFound{"heads",        "kv_heads",       "head_dim",  "value_dim",
+                          "dtype",        "q_dtype",        "out_dtype", "tf32",
+                          "fp8_products", "bf16_products",  "alibi",     "max_queries",
+                          "max_batch",    "max_total_keys", "threads",   "check_arrays",
+                          "profile",      "gradients",      "dout",      "max_qq_gradient",
+                          "top_k"};
 
 constexpr NameList kAttend = [] {
   NameList names = kRun;
@@ -36,29 +36,37 @@ constexpr NameList kAttend = [] {
 }();
 
 /// Those among its arguments that also have other values than the option: flags of sequences, None.
-constexpr NameList kOtherValues{"causal", "max_seqlen_q", "max_seqlen_k"};
+constexpr NameList kOtherValues{"causal", "max_seqlen_q", "max_seqlen_k", "kv_dtype"};
 
 /// Options of attend() that need no other rank.
 Options options_of(const AttendCall& call, const Arguments<kAttend>& given) {
   Options o;
+  take(o.dtypes.kv, given.get<"kv_dtype">(), "kv_dtype");
+  const DType rows = o.dtypes.of_kv();  // which carry their scales; or any other type
+  call.check_types(rows);
   o.heads = small(call.heads(), "the number of heads of q");
   o.kv_heads = small(call.kv_heads(), "the number of heads of k");
   o.head_dim = small(call.head_dim(), "the last dimension of q");
-  o.value_dim = small(call.value_dim(), "the last dimension of v");
+  o.value_dim = is_latent_row(rows) ? row_format_of(rows).value_dim
+                                    : small(call.value_dim(), "the last dimension of v");
   const Tensor &q = call.q.tensor(), &k = call.k.tensor();
   if (!is_fp8(q.dtype))
     o.dtypes.compute = q.dtype;
   else if (is_fp8(k.dtype) && is_fp8(call.v.tensor().dtype) && call.given_out &&
            !is_fp8(call.given_out.tensor().dtype))
     o.dtypes.compute = call.given_out.tensor().dtype;  // as nothing else says it
+  if (o.dtypes.kv && !is_latent_row(rows) && *o.dtypes.kv != k.dtype)
+    throw InputError(std::string("kv_dtype is ") + dtype_name(rows) + ", and k is " +
+                     dtype_name(k.dtype) +
+                     "; it is for rows that carry their scales, as latent656");
   for (const auto& [t, name] : {std::pair{&k, "k"}, {&call.v.tensor(), "v"}})
-    if (!is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
+    if (!is_latent_row(rows) && !is_fp8(t->dtype) && t->dtype != o.dtypes.compute)
       throw InputError(
           std::string(name) + " is " + dtype_name(t->dtype) + "; " + dtype_name(o.dtypes.compute) +
           (o.dtypes.compute == DType::fp64 ? ", as q, is wanted" : ", as q, or fp8 is wanted"));
   call.given_out.floats();
   o.dtypes.query = q.dtype;
-  o.dtypes.kv = k.dtype;
+  if (!is_latent_row(rows)) o.dtypes.kv = k.dtype;
   o.dtypes.out = call.given_out ? call.given_out.tensor().dtype : o.dtypes.compute;
   o.mask.causal = given.get<"causal">().ptr() == Py_True;
   o.score.alibi = Alibi::query;  // as flash-attention has it
@@ -66,6 +74,7 @@ Options options_of(const AttendCall& call, const Arguments<kAttend>& given) {
   const Tensor& indices = call.indices.tensor();
   if (call.indices && indices.dims > 0)
     o.indices.top_k = small(rounded_up(indices.shape[indices.dims - 1]), "the columns of indices");
+  o.values_in_keys |= is_latent_row(rows);
   o.limits.max_kv_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_k">()));
   o.limits.max_query_len = std::max<std::int64_t>(0, count_of(given.get<"max_seqlen_q">()));
   const Tensor& lengths = call.cache_seqlens.tensor();

@@ -257,7 +257,8 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
   if (const auto message = given.get<"contradiction">(); !message.is_none())
     contradiction = text(message);
   const Tensor& rows = q.tensor();
-  for (const Array& array : {std::cref(q), std::cref(k), std::cref(v)}) array.required().floats();
+  for (const Array& array : {std::cref(q), std::cref(k), std::cref(v)}) array.required();
+  q.floats();
   if (rows.dims != 3 && rows.dims != 4)
     throw InputError("q is " + shape_text(rows) +
                      "; [tokens, heads, head_dim] is wanted, or [batch, tokens, heads, head_dim]");
@@ -294,9 +295,17 @@ AttendCall::AttendCall(const Arguments<kRun>& given)
   if (batched() && batch() == 0) leave_out_sequences();
 }
 
+void AttendCall::check_types(DType kv) const {
+  if (is_latent_row(kv)) return;  // the library says what is wrong
+  k.floats();
+  v.floats();
+}
+
 void AttendCall::leave_out_sequences() {
-  const std::int64_t heads = kv_heads(), dim = head_dim(), columns = value_dim();
   Tensor &keys = k.tensor(), &values = v.tensor();
+  const bool are_bytes = keys.dtype == DType::uint8;
+  const std::int64_t heads = kv_heads(), columns = value_dim(),
+                     dim = are_bytes ? keys.shape[keys.dims - 1] : head_dim();
   keys = {keys.data, keys.dtype, {0, heads, dim}, keys.device};
   values = {values.data, values.dtype, {0, heads, columns}, values.device};
   for (Array* array : {&causal, &cu_seqlens_q, &cache_seqlens, &block_table, &cu_seqlens_k_new,

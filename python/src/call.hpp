@@ -101,6 +101,10 @@ struct AttendCall {
   /// Checks that arrays are on the communicator's GPU. The library checks the device itself.
   void check_gpu(int gpu) const;
 
+  /// Checks the types of k and v where `kv` says that their rows carry scales: bytes, or else
+  /// floats.
+  void check_types(DType kv) const;
+
   /// Copies q, k, v and the new keys and values where they cannot be read in place: rows that
   /// travel must be dense, and the sequences of a batch at equal steps of keys. Arrays that are
   /// written are never copied. InputError where no copy can be made.

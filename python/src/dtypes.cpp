@@ -20,12 +20,17 @@ struct TypeName {
   DType dtype;
 };
 constexpr TypeName kTypes[] = {
-    {"float32", DType::fp32},       {"float16", DType::fp16},     {"bfloat16", DType::bf16},
-    {"float8_e4m3fn", DType::e4m3}, {"float8_e5m2", DType::e5m2}, {"int32", DType::int32},
-    {"int64", DType::int64},        {"uint8", DType::uint8},      {"bool", DType::uint8},
-    {"fp32", DType::fp32},          {"fp16", DType::fp16},        {"bf16", DType::bf16},
-    {"e4m3", DType::e4m3},          {"e5m2", DType::e5m2},        {"float64", DType::fp64},
-    {"fp64", DType::fp64},
+    {"float32", DType::fp32},        {"float16", DType::fp16},
+    {"bfloat16", DType::bf16},       {"float8_e4m3fn", DType::e4m3},
+    {"float8_e5m2", DType::e5m2},    {"int32", DType::int32},
+    {"int64", DType::int64},         {"uint8", DType::uint8},
+    {"bool", DType::uint8},          {"fp32", DType::fp32},
+    {"fp16", DType::fp16},           {"bf16", DType::bf16},
+    {"e4m3", DType::e4m3},           {"e5m2", DType::e5m2},
+    {"float64", DType::fp64},        {"fp64", DType::fp64},
+    {"latent656", DType::latent656}, {"latent656_pow2", DType::latent656_pow2},
+    {"latent584", DType::latent584}, {"latent528", DType::latent528},
+    {"latent352", DType::latent352},
 };
 
 std::optional<DType> dtype_named(std::string_view name) {
@@ -58,7 +63,8 @@ DType dtype_of(nb::handle given, const char* name) {
   if (PyUnicode_Check(given.ptr()))
     throw InputError(std::string(name) + " is '" + found +
                      "'; float32, float16, bfloat16, float8_e4m3fn and float8_e5m2 are supported, "
-                     "on CPUs also float64");
+                     "on CPUs also float64; and for rows of latent keys that carry their scales "
+                     "latent656, latent656_pow2, latent584, latent528 and latent352");
   wrong_type(given, name, "a dtype, as 'bfloat16'");
 }
 

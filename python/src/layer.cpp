@@ -127,6 +127,7 @@ class Layer {
     Comm& comm = comm_of(held_);
     call.check_gpu(comm.world().gpu());
     const Options& options = layer_->options();
+    call.check_types(options.dtypes.of_kv());
     call.make_readable(options.queries.has_value());
     call.make_results(options, comm.world());
     AttentionArgs run = call.args();
@@ -150,6 +151,7 @@ class Layer {
     gradients.check_gpu(comm.world().gpu());
     const Options& options = layer_->options();
     const bool sharded = options.queries.has_value();
+    call.check_types(options.dtypes.of_kv());
     call.make_readable(sharded);
     GradientArgs args = gradients.args(call);
     comm.alone([&](const Communicator& world) {
@@ -175,8 +177,11 @@ class Layer {
     const Array starts(cu_seqlens_q, DType::int32, queue),
         lengths(cache_seqlens, DType::int32, queue), cut(key_table, DType::int64, queue),
         k_scale(k_descale, DType::fp32), v_scale(v_descale, DType::fp32);
-    for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v), &keys, &values})
-      array->floats();
+    for (const Array* array : {&std::as_const(new_k), &std::as_const(new_v)}) array->floats();
+    if (!is_latent_row(layer_->options().dtypes.of_kv())) {
+      keys.floats();
+      values.floats();
+    }
     DenseCopies copies(stream);
     copies.take_unless_flat(cos, "rotary_cos");
     copies.take_unless_flat(sin, "rotary_sin");

@@ -72,7 +72,7 @@ class Move {
     const Array table(Array::table(block_table, queue_)),
         to_table(Array::table(to_block_table, queue_));
     for (const Array* array : {&std::as_const(keys), &std::as_const(values), &to_keys, &to_values})
-      array->floats();
+      if (!is_latent_row(move_->options().dtype)) array->floats();
     DenseCopies copies(stream);
     if (!table) copies.take_unless_cache(keys, values);
     if (to_keys) to_keys.writable();

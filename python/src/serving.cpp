@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -608,12 +609,19 @@ nb::object sparse_attention(Argument<"q"> q, Argument<"k"> k, Argument<"v"> v,
 void append_kv(Argument<"k"> k, Argument<"v"> v, Argument<"k_cache"> k_cache,
                Argument<"v_cache"> v_cache, Argument<"slot_mapping"> slot_mapping,
                Argument<"k_descale"> k_descale, Argument<"v_descale"> v_descale,
-               Argument<"stream"> stream) {
+               Argument<"kv_dtype"> kv_dtype, Argument<"stream"> stream) {
   const Array new_k(k);
   const Stream queue = stream_of(stream, new_k.required());
   const Array new_v(v), keys(k_cache), values(v_cache), slots(slot_mapping, DType::int64, queue),
       scale_k(k_descale, DType::fp32), scale_v(v_descale, DType::fp32);
-  for (const Array* array : {&new_k, &new_v, &keys, &values}) array->floats();
+  std::optional<DType> kv;
+  if (!kv_dtype.is_none()) kv = dtype_of(kv_dtype, kv_dtype.kName);
+  const bool are_rows = kv && is_latent_row(*kv);
+  for (const Array* array : {&new_k, &new_v}) array->floats();
+  if (!are_rows) {
+    keys.floats();
+    values.floats();
+  }
   check_same_gpu({{&new_k, "k"},
                   {&new_v, "v"},
                   {&keys, "k_cache"},
@@ -624,10 +632,11 @@ void append_kv(Argument<"k"> k, Argument<"v"> v, Argument<"k_cache"> k_cache,
   const AppendKv args{.k = new_k.required().tensor(),
                       .v = new_v.tensor(),
                       .k_cache = keys.required().writable().tensor(),
-                      .v_cache = values.required().writable().tensor(),
+                      .v_cache = are_rows ? values.tensor() : values.required().writable().tensor(),
                       .slots = slots.required().tensor(),
                       .k_scale = scale_k.tensor(),
-                      .v_scale = scale_v.tensor()};
+                      .v_scale = scale_v.tensor(),
+                      .kv = kv};
   ops_for(new_k).run([&](const ServingOps& o) { o.append_kv(args, queue); });
 }
 

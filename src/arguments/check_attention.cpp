@@ -80,11 +80,14 @@ void check_used(const kernels::Batch& batch, std::int64_t rows, const Shard& sha
 
 CacheView check_cache(const Tensor& k, const Tensor& v, const Tensor& table, int batch,
                       const Options& options, Device device) {
-  const CacheShape shape{options.kv_heads, options.head_dim, options.of_values(),
-                         options.dtypes.of_kv(), batch};
-  const CacheView cache = table                   ? view_pages(k, v, table, shape, device, "k", "v")
-                          : options.indices.slots ? view_slots(k, v, shape, device)
-                                                  : view_contiguous(k, v, shape, device);
+  const DType dtype = options.dtypes.of_kv();
+  const CacheShape shape =
+      CacheShape{options.kv_heads, options.head_dim, options.of_values(), dtype, batch}.stored();
+  check_latent_rows(k, "k", dtype);
+  CacheView cache = table                   ? view_pages(k, v, table, shape, device, "k", "v")
+                    : options.indices.slots ? view_slots(k, v, shape, device)
+                                            : view_contiguous(k, v, shape, device);
+  cache.carry_scales(dtype);
   if (options.dtypes.compute == DType::fp64 && !(cache.k.dense() && cache.v.dense()))
     throw Unsupported(
         "pages of fp64 whose rows are in chunks (x-packed) are not supported: give pages [pages, "
@@ -99,6 +102,7 @@ void check_new_rows(const Append& a, const Options& options, Device device) {
   if (needs_new_values(a.new_v, "new_v", a.k, "k", a.v, "v"))
     check_rows(a.new_v, "new_v", a.new_k.shape[0], options.kv_heads, options.of_values(),
                options.dtypes.compute, device);
+  check_rows_are_written(options.dtypes.of_kv());
   if (options.keys.layout == Layout::listed)
     throw Unsupported(
         "append to listed keys is not supported: their table says where the keys that are there "
@@ -367,7 +371,7 @@ void check_room(const Shard& shard, const CacheView& cache) {
           shard.rank, own, shard.length, name(shard.layout), cache.room());
 }
 
-void check_one_call(const AttentionArgs& args) {
+void check_one_call(const AttentionArgs& args, DType kv) {
   const Tensor &q = args.q, &k = args.k;
   require(q.dims == 3 || q.dims == 4,
           "q is {}; [tokens, heads, head_dim] is wanted, or [batch, heads, tokens, head_dim]",
@@ -395,7 +399,8 @@ void check_one_call(const AttentionArgs& args) {
           shape_text(q), shape_text(k), heads, kv_heads);
   for (const auto& [t, name] : {std::pair{&q, "q"}, std::pair{&k, "k"}, std::pair{&args.v, "v"},
                                 std::pair{&args.out, "out"}})
-    require(is_float(t->dtype) || t->dtype == DType::fp64,
+    require(is_float(t->dtype) || t->dtype == DType::fp64 ||
+                (is_latent_row(kv) && t->dtype == tensor_type_of(kv)),
             "{} has a type of number {}, which is not a float type", name,
             static_cast<int>(t->dtype));
   require(rows >= 0 && rows <= kMostKeys, "q is {}: {} rows; there are 0 to 2^31 - 1",
@@ -404,13 +409,15 @@ void check_one_call(const AttentionArgs& args) {
 
 Tensor values_of(const Tensor& k, const Tensor& v, const Options& options) {
   if (!options.values_in_keys) return v;
-  const int columns = options.of_values(), last = k.dims - 1;
+  const StorageFormat format = storage_of(options.dtypes.of_kv());
+  const int columns = format.row_elements(options.of_values()), last = k.dims - 1;
   require(k.dims == 3 || k.dims == 4,
           "k is {}, and its first {} columns are the values (values_in_keys): [keys, kv_heads, "
           "head_dim] is wanted, or [batch, capacity, kv_heads, head_dim], or pages of that form",
           shape_text(k), columns);
-  require(k.shape[last] == options.head_dim, "k is {}; rows of {} (head_dim) are wanted",
-          shape_text(k), options.head_dim);
+  check_latent_rows(k, "k", options.dtypes.of_kv());
+  require(k.shape[last] == format.row_elements(options.head_dim),
+          "k is {}; rows of {} (head_dim) are wanted", shape_text(k), options.head_dim);
   const bool is_left_out = v.dims == 0, is_empty = k.size() == 0 && v.size() == 0;
   require(is_left_out || (v.shape[v.dims - 1] == columns && (is_empty || values_in_keys(k, v))),
           "v is {} in memory of its own or with strides of its own, and the layer was made for "

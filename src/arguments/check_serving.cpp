@@ -201,7 +201,44 @@ void check_output(const PagedAttention& args, const Tensor& out_scale_inv, const
                {{args.q, "q"}, {args.k_cache, "k_cache"}, {args.v_cache, "v_cache"}});
 }
 
+namespace {
+
+/// Checks new rows of latent keys, and the cache in which they carry their scales.
+Checked check_latent_append(const AppendKv& args, Device device) {
+  const DType kv = args.of_kv();
+  const RowFormat format = row_format_of(kv);
+  check_rows_are_written(kv);
+  require(args.k.dtype == DType::bf16 || args.k.dtype == DType::fp32,
+          "k is {}; bf16 or fp32 is wanted for rows of {}, which hold bf16", name(args.k.dtype),
+          name(kv));
+  check_rows(args.k, "k", -1, 1, format.dim, args.k.dtype, device);
+  for (const auto& [t, what] :
+       {std::pair{&args.v, "v"}, std::pair{&args.v_cache, "v_cache"},
+        std::pair{&args.k_scale, "k_scale"}, std::pair{&args.v_scale, "v_scale"}})
+    require(!*t, "{} is given, and rows of {} hold the values and carry their scales: leave it out",
+            what, name(kv));
+  const std::int64_t tokens = args.k.shape[0];
+  require(tokens <= kMostCount, "k is {}: {} tokens; 0 to 2^31 - 1 are possible",
+          shape_text(args.k), tokens);
+  require(args.slots || tokens == 0, "slots is missing");
+  array_of<std::int64_t>(args.slots, "slots", tokens, device);
+  check_latent_rows(args.k_cache, "k_cache", kv);
+  CacheView cache = view_pages(args.k_cache, args.k_cache, {},
+                               CacheShape{1, format.dim, format.value_dim, kv, 1}.stored(), device,
+                               "k_cache", "v_cache");
+  cache.carry_scales(kv);
+  check_written(args.k_cache, "k_cache");
+  check_overlap(args.k_cache, "k_cache", args.k, "k");
+  return {cache, RunArrays{}};
+}
+
+}  // namespace
+
 Checked check_append(const AppendKv& args, Device device) {
+  if (is_latent_row(args.of_kv())) return check_latent_append(args, device);
+  require(!args.kv || *args.kv == args.k_cache.dtype,
+          "kv is {}, and k_cache is {}; it is for rows that carry their scales", name(args.of_kv()),
+          name(args.k_cache.dtype));
   require(args.k.dims == 3, "k is {}; [tokens, kv_heads, head_dim] is wanted", shape_text(args.k));
   check_product_dtype(args.k.dtype, "k");
   const std::int64_t tokens = args.k.shape[0], kv_heads = args.k.shape[1];

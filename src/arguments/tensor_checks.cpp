@@ -101,7 +101,7 @@ void check_tensor(const Tensor& t, const char* name, DType dtype, Device device)
             "{} {} has stride {} in dimension {}; at most 2^56 is taken", name, shape_text(t),
             t.stride[d], d);
   }
-  require(t.dtype <= DType::fp64, "{} has a type of number {}, which does not exist", name,
+  require(t.dtype <= DType::latent352, "{} has a type of number {}, which does not exist", name,
           static_cast<int>(t.dtype));
   check_extent(t, name);
   require(t.data != nullptr || (t.dims > 0 && t.size() == 0), "{} {} has no data", name,
@@ -277,8 +277,45 @@ void check_product_dtype(DType dtype, const char* name) {
           longspan::name(dtype));
 }
 
+void check_latent_rows(const Tensor& t, const char* name, DType dtype) {
+  const RowFormat format = row_format_of(dtype);
+  if (format.bytes == 0) return;
+  const char* const type = longspan::name(dtype);
+  require(
+      t.dtype == DType::uint8 && t.dims >= 1 && t.shape[t.dims - 1] == format.bytes,
+      "{} is {} of {}; a cache of {} is uint8 with rows of {} bytes: [keys, 1, {}] is wanted, or "
+      "[batch, capacity, 1, {}], or pages [pages, page, 1, {}]",
+      name, shape_text(t), longspan::name(t.dtype), type, format.bytes, format.bytes, format.bytes,
+      format.bytes);
+  if (t.size() == 0) return;
+  require(t.stride[t.dims - 1] == 1, "{} has stride {} in its last dimension; rows of {} are dense",
+          name, t.stride[t.dims - 1], type);
+  constexpr int kAlign = 8;
+  auto all = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(t.data));
+  for (int d = 0; d + 2 < t.dims; ++d) all |= t.shape[d] > 1 ? t.stride[d] : 0;
+  require(all % kAlign == 0,
+          "{} is at {} with {} bytes from row to row; rows of {} begin at multiples of {} bytes",
+          name, t.data, t.dims >= 3 ? t.stride[t.dims - 3] : 0, type, kAlign);
+  require(
+      format.apart == 0 || t.dims != 4 || t.shape[1] <= 1 || t.stride[1] == format.bytes,
+      "{} has {} bytes from row to row; {} is one block in a page, the data of all rows and then "
+      "their scales: make pages dense",
+      name, t.stride[1], type);
+}
+
+void check_rows_are_written(DType dtype) {
+  if (!is_latent_row(dtype) || row_format_of(dtype).rule != ScaleRule::none) return;
+  throw Unsupported(fmt::format(
+      "append to a cache of {} is not supported: such rows are read only; {}, {} and {} are "
+      "written",
+      name(dtype), name(DType::latent656), name(DType::latent656_pow2), name(DType::latent584)));
+}
+
 void check_quantised(DType found, const char* name, DType dtype, bool has_scale,
                      const char* scale_name) {
+  if (is_latent_row(found))
+    return require(!has_scale, "{} is given, and rows of {} carry their scales: leave it out",
+                   scale_name, longspan::name(found));
   require(found == dtype || is_fp8(found), "{} is {}; {}, or fp8 with a scale, is wanted", name,
           longspan::name(found), longspan::name(dtype));
   require(!storage_of(found).needs_scale || has_scale,

@@ -139,6 +139,11 @@ struct CacheView {
   std::int64_t pitch = 0;     // keys from the start of one sequence to the start of the next; 0 if
                               // all sequences share the same keys (a batch stride of 0)
 
+  /// Says where the scales of rows of this type are, if they carry them.
+  void carry_scales(DType dtype) {
+    for (kernels::KvRows* rows : {&k, &v})
+      rows->carry_scales(row_format_of(dtype), pages.count > 0 ? pages.size : 0);
+  }
   /// The number of keys of one sequence that fit.
   std::int64_t room() const {
     return pages ? pages.columns * pages.size : packed ? keys : capacity;
@@ -149,7 +154,19 @@ struct CacheShape {
   std::int64_t kv_heads, head_dim, value_dim;
   DType dtype;
   int batch;
+
+  /// The shape of the tensors: of rows that carry their scales the columns are bytes.
+  CacheShape stored() const {
+    const StorageFormat format = storage_of(dtype);
+    return {kv_heads, format.row_elements(static_cast<int>(head_dim)),
+            format.row_elements(static_cast<int>(value_dim)), tensor_type_of(dtype), batch};
+  }
 };
+
+/// Checks a cache whose rows carry their scales, of type `dtype`; any other passes.
+void check_latent_rows(const Tensor& t, const char* name, DType dtype);
+/// Throws Unsupported for rows that are read only.
+void check_rows_are_written(DType dtype);
 
 /// Views contiguous keys, [keys, kv_heads, head_dim] or [batch, capacity, kv_heads, head_dim], and
 /// values of the same form.

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <string_view>
 #include <type_traits>
 
 #include "kernels/features.hpp"
@@ -55,6 +56,32 @@ void check_values_in_keys(const Options& o) {
     throw Unsupported(
         "values_in_keys with gradients is not supported: leave it out. A run may then still have a "
         "v that is the first columns of k, and dk holds the gradient of both");
+}
+
+/// Throws for options that rows which carry their scales do not have.
+void check_latent_rows(const Options& o) {
+  const DType kv = o.dtypes.of_kv();
+  const RowFormat format = row_format_of(kv);
+  if (format.bytes == 0) return;
+  usage(
+      o.values_in_keys && o.kv_heads == 1,
+      fmt::format("dtypes.kv {} with values_in_keys {} and kv_heads {}: its rows are latent keys, "
+                  "whose first columns are the values: set values_in_keys, and kv_heads 1",
+                  name(kv), o.values_in_keys, o.kv_heads));
+  usage(o.head_dim == format.dim && o.of_values() == format.value_dim,
+        fmt::format("dtypes.kv {} with head_dim {} and value_dim {}: its rows have {} numbers, of "
+                    "which the first {} are the values",
+                    name(kv), o.head_dim, o.of_values(), format.dim, format.value_dim));
+  usage(o.dtypes.compute == DType::bf16 || o.dtypes.compute == DType::fp32,
+        fmt::format("dtypes.kv {} with dtypes.compute {}: its rows hold bf16, which other types do "
+                    "not; compute in bf16 or fp32",
+                    name(kv), name(o.dtypes.compute)));
+  const auto refuse = [&](const char* what) {
+    throw Unsupported(fmt::format("{} with dtypes.kv {} is not supported", what, name(kv)));
+  };
+  if (o.gradients) refuse("gradients");
+  if (o.dropout.p > 0) refuse("dropout");
+  if (o.rope.dim > 0) refuse("RoPE (rope.dim; rotate rows before the call)");
 }
 
 /// Throws for options that no call could have.
@@ -315,10 +342,13 @@ void check_values(const Options& o, int ranks) {
   if (compute == DType::fp64) check_fp64(o);
   for (const auto& [given, what] :
        {std::pair{o.dtypes.query, "dtypes.query"}, std::pair{o.dtypes.kv, "dtypes.kv"},
-        std::pair{o.dtypes.out, "dtypes.out"}})
-    usage(!given || *given == o.dtypes.compute || *given == DType::e4m3 || *given == DType::e5m2,
+        std::pair{o.dtypes.out, "dtypes.out"}}) {
+    const bool is_row = given && is_latent_row(*given) && what == std::string_view("dtypes.kv");
+    usage(!given || *given == o.dtypes.compute || *given == DType::e4m3 || *given == DType::e5m2 ||
+              is_row,
           fmt::format("{} {}: it is dtypes.compute ({}) or fp8", what,
                       name(given.value_or(o.dtypes.compute)), name(o.dtypes.compute)));
+  }
   usage(!o.dtypes.tf32 || o.dtypes.compute == DType::fp32,
         fmt::format("tf32 is a way to make fp32 products; dtypes.compute is {}",
                     name(o.dtypes.compute)));
@@ -341,6 +371,7 @@ void check_values(const Options& o, int ranks) {
   check_rope(o);
   check_indices(o);
   check_values_in_keys(o);
+  check_latent_rows(o);
   usage(o.limits.max_query_len >= 0 &&
             o.limits.max_query_len <= std::numeric_limits<std::int32_t>::max(),
         fmt::format("max_query_len {} is not in 0 to 2^31 - 1; 0 means unknown",

@@ -37,7 +37,7 @@ void check_score_factors(const ScoreOptions& score, int head_dim, const RunArray
                          int heads, int kv_heads);
 
 /// Throws InputError for arguments of attend() that do not determine the options.
-void check_one_call(const AttentionArgs& args);
+void check_one_call(const AttentionArgs& args, DType kv);
 
 /// Checked arguments as kernels take them.
 struct Checked {

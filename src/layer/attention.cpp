@@ -455,7 +455,7 @@ Phases Attention::phases() const { return impl_->clock ? impl_->clock->read() : 
 
 void attend(const Communicator& world, const AttentionArgs& given, Options options) {
   const AttentionArgs args = with_batch_rows(given);
-  check_one_call(args);
+  check_one_call(args, options.dtypes.of_kv());
   agree(world, describe_shardings(options), "attend");  // what follows depends on it
   const Tensor& q = args.q;
   options.heads = static_cast<int>(q.shape[q.dims - 2]);
@@ -465,7 +465,7 @@ void attend(const Communicator& world, const AttentionArgs& given, Options optio
   options.value_dim = static_cast<int>(args.out.shape[args.out.dims - 1]);
   if (!is_fp8(q.dtype)) options.dtypes.compute = q.dtype;
   options.dtypes.query = q.dtype;
-  options.dtypes.kv = k.dtype;
+  if (!is_latent_row(options.dtypes.of_kv())) options.dtypes.kv = k.dtype;
   options.dtypes.out = args.out.dtype;
   options.limits.max_batch = batch_of(args.kv_len);
   if (args.indices.dims > 0 && options.indices.top_k == 0)

@@ -19,6 +19,7 @@
 #include "longspan/shard.hpp"
 #include "longspan/state.hpp"
 #include "longspan/storage.hpp"
+#include "longspan/stored_row.hpp"
 #include "longspan/strategy.hpp"
 #include "longspan/tensor.hpp"
 #include "longspan/types.hpp"

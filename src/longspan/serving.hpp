@@ -146,6 +146,12 @@ struct AppendKv {
   Tensor slots;         ///< [tokens] int64: page * page size + row; < 0: not written
   Tensor k_scale = {};  ///< [1] or [kv_heads] fp32; fp8 caches store x / scale
   Tensor v_scale = {};  ///< like k_scale
+  /// Rows of latent keys that carry their scales: k_cache is uint8 [pages, page, 1, bytes], and v
+  /// and v_cache are left out. Not given: the type of k_cache.
+  std::optional<DType> kv = {};
+
+  /// The type of the cache's rows.
+  DType of_kv() const { return kv.value_or(k_cache.dtype); }
 };
 
 /// Partial states of the rows [tokens, heads] of an attention, in the caller's memory on the device

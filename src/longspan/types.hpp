@@ -31,6 +31,13 @@ enum class DType : std::uint8_t {
   int64,  ///< positions and slots
   uint8,  ///< flags, 0 or 1
   fp64,   ///< IEEE double precision; layers on CPUs take it
+  // Rows of latent keys that carry their scales, named by the bytes of a row (row_format_of in
+  // storage.hpp). A cache of them is a tensor of uint8.
+  latent656,       ///< 512 e4m3, 4 fp32 scales, 64 bf16; a scale is amax / 448 (vLLM's fp8_ds_mla)
+  latent656_pow2,  ///< the same; append rounds a scale up to a power of two (FlashMLA)
+  latent584,       ///< 448 e4m3, 64 bf16, 7 ue8m0 scales: in pages these follow the rows' data
+  latent528,       ///< 512 e4m3, 16 ue8m0 scales (MXFP8)
+  latent352,       ///< 512 e2m1, 64 e4m3, 32 e4m3 scales (vLLM's nvfp4_ds_mla)
 };
 
 inline constexpr DType fp64 = DType::fp64;  ///< short for DType::fp64
@@ -44,14 +51,19 @@ inline constexpr DType e5m2 = DType::e5m2;  ///< short for DType::e5m2
 LONGSPAN_HD constexpr bool is_fp8(DType dtype) {
   return dtype == DType::e4m3 || dtype == DType::e5m2;
 }
+/// Whether the type is a whole row that carries its scales.
+LONGSPAN_HD constexpr bool is_latent_row(DType dtype) {
+  return dtype >= DType::latent656 && dtype <= DType::latent352;
+}
 /// Whether the type is a float of at most 32 bits, fp8 included.
 constexpr bool is_float(DType dtype) { return dtype <= DType::e5m2; }
 
 /// "bf16", and so on; "no type" for an invalid number.
 constexpr const char* name(DType dtype) {
-  constexpr const char* names[] = {"fp32",  "fp16",  "bf16",  "e4m3", "e5m2",
-                                   "int32", "int64", "uint8", "fp64"};
-  return dtype <= DType::fp64 ? names[static_cast<int>(dtype)] : "no type";
+  constexpr const char* names[] = {
+      "fp32",  "fp16", "bf16",      "e4m3",           "e5m2",      "int32",     "int64",
+      "uint8", "fp64", "latent656", "latent656_pow2", "latent584", "latent528", "latent352"};
+  return dtype <= DType::latent352 ? names[static_cast<int>(dtype)] : "no type";
 }
 
 /// Where memory lives and kernels run.

@@ -90,11 +90,16 @@ CacheTensors with_values(const CacheTensors& cache, const ReshardOptions& o) {
 }
 
 CacheView view(const CacheTensors& cache, const ReshardOptions& o, Device device) {
-  const CacheShape shape{o.kv_heads, o.head_dim, o.of_values() > 0 ? o.of_values() : o.head_dim,
-                         o.dtype, static_cast<int>(o.lengths.size())};
-  return cache.block_table
-             ? view_pages(cache.k, cache.v, cache.block_table, shape, device, "k", "v")
-             : view_contiguous(cache.k, cache.v, shape, device);
+  const CacheShape shape =
+      CacheShape{o.kv_heads, o.head_dim, o.of_values() > 0 ? o.of_values() : o.head_dim, o.dtype,
+                 static_cast<int>(o.lengths.size())}
+          .stored();
+  check_latent_rows(cache.k, "k", o.dtype);
+  CacheView view = cache.block_table
+                       ? view_pages(cache.k, cache.v, cache.block_table, shape, device, "k", "v")
+                       : view_contiguous(cache.k, cache.v, shape, device);
+  view.carry_scales(o.dtype);
+  return view;
 }
 
 void check_room(const CacheView& view, const std::vector<std::int64_t>& keys) {
@@ -167,8 +172,15 @@ void check_options(const ReshardOptions& o, int ranks) {
         fmt::format("head_dim {} is not in 1 to {}", o.head_dim, kMostDim));
   usage(o.of_values() >= 0 && o.of_values() <= kMostDim,
         fmt::format("value_dim {} is not in 0 to {}", o.of_values(), kMostDim));
-  usage(is_float(o.dtype) || o.dtype == DType::fp64,
-        fmt::format("dtype is {}; fp64, fp32, fp16, bf16 or fp8 is wanted", name(o.dtype)));
+  usage(is_float(o.dtype) || o.dtype == DType::fp64 || is_latent_row(o.dtype),
+        fmt::format("dtype is {}; fp64, fp32, fp16, bf16 or fp8 is wanted, or rows of latent keys "
+                    "that carry their scales",
+                    name(o.dtype)));
+  const RowFormat row = row_format_of(o.dtype);
+  usage(row.bytes == 0 || (o.kv_heads == 1 && o.head_dim == row.dim && o.of_values() == 0),
+        fmt::format("dtype {} with kv_heads {}, head_dim {} and value_dim {}: its rows are latent "
+                    "keys, of 1 kv head and head_dim {}, which hold the values: value_dim is 0",
+                    name(o.dtype), o.kv_heads, o.head_dim, o.of_values(), row.dim));
   usage(o.lengths.size() <= static_cast<std::size_t>(kMostCount),
         fmt::format("there are {} lengths; 0 to 2^31 - 1 are possible", o.lengths.size()));
   double keys = 0;

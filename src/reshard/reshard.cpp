@@ -106,7 +106,9 @@ struct Reshard::Impl {
   }
 
   std::int64_t row_elements() const {
-    return std::int64_t{options.kv_heads} * (options.head_dim + options.of_values());
+    const StorageFormat format = storage_of(options.dtype);
+    return std::int64_t{options.kv_heads} *
+           (format.row_elements(options.head_dim) + format.row_elements(options.of_values()));
   }
   std::size_t bytes_of(std::int64_t count) const {
     return static_cast<std::size_t>(storage_of(options.dtype).bytes(count * row_elements()));
@@ -117,7 +119,8 @@ struct Reshard::Impl {
   kernels::KeyStore travelling() const {
     const std::int64_t keys = std::int64_t{options.kv_heads} * options.head_dim;
     kernels::KeyStore store;
-    store.k = {rows, row_elements(), options.head_dim};
+    store.k = {rows, options.dtype, options.kv_heads, options.head_dim};
+    store.k.row_stride = row_elements();
     if (options.of_values() > 0)
       store.v = {rows + storage_of(options.dtype).bytes(keys), row_elements(), options.of_values()};
     return store;

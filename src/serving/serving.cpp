@@ -144,11 +144,13 @@ kernels::AppendParams append_params(const AppendKv& a, const Checked& call) {
   const CacheView& cache = call.cache;
   kernels::AppendParams p;
   p.dtype = a.k.dtype;
-  p.kv_dtype = a.k_cache.dtype;
+  p.kv_dtype = a.of_kv();
   p.tokens = a.k.shape[0];
   p.kv_heads = static_cast<int>(a.k.shape[1]);
   p.head_dim = static_cast<int>(a.k.shape[2]);
-  p.value_dim = static_cast<int>(a.v_cache.shape[a.k_cache.dims == 5 ? 2 : 3]);
+  p.value_dim = is_latent_row(p.kv_dtype)
+                    ? row_format_of(p.kv_dtype).value_dim
+                    : static_cast<int>(a.v_cache.shape[a.k_cache.dims == 5 ? 2 : 3]);
   p.new_k = rows_of(a.k);
   if (a.v) p.new_v = rows_of(a.v);
   set_cache(p, cache);

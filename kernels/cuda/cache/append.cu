@@ -3,6 +3,8 @@
 // before they are rounded.
 //
 //     cache[slot] = x / scale
+//
+// A row that carries its scales (RowFormat) is made by a kernel of its own: a warp takes a group.
 #include "kernels/batch_rows.hpp"
 #include "kernels/cuda/arch/overlap.cuh"
 #include "kernels/cuda/cache/rotate.cuh"
@@ -64,6 +66,35 @@ __global__ __launch_bounds__(kThreads) void append_kernel(const __grid_constant_
     wide ? copy_row<kVector, false>(p, copy, token, at) : copy_row<1, false>(p, copy, token, at);
 }
 
+/// Appends rows that carry their scales. blockIdx.x = a new row; a warp takes every eighth group of
+/// its numbers, and all threads the numbers that are not codes.
+__global__ __launch_bounds__(kThreads) void append_rows_kernel(
+    const __grid_constant__ AppendParams p) {
+  arch::let_next_kernel_start();
+  const std::int64_t token = blockIdx.x;
+  const CacheRow place = cache_row(p, token);
+  if (place.row < 0) return;
+  const RowFormat format = row_format_of(p.kv_dtype);
+  const StoredRow to = p.k.stored(place.page, place.row);
+  const auto number = [&](int c) {
+    return load_element(p.new_k.data, p.dtype, token * p.new_k.row_stride + c);
+  };
+  constexpr int kWarp = 32;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  for (int group = thread / kWarp; group * format.group < format.coded; group += kThreads / kWarp) {
+    const int first = group * format.group, end = first + format.group;
+    float amax = 0;
+    for (int c = first + lane; c < end; c += kWarp) amax = fmaxf(amax, fabsf(number(c)));
+    for (int step = 1; step < kWarp; step *= 2)
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+    const float scale = scale_for(format, amax);
+    if (lane == 0) store_scale(to, format, group, scale);
+    for (int c = first + lane; c < end; c += kWarp) store_number(to, format, c, scale, number(c));
+  }
+  for (int c = format.coded + thread; c < format.dim; c += kThreads)
+    store_number(to, format, c, 1, number(c));
+}
+
 /// Whether eight elements are adjacent, and aligned, at both ends.
 bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim) {
   const StorageFormat format = storage_of(p.kv_dtype);
@@ -79,6 +110,9 @@ bool is_wide(const AppendParams& p, const Rows& from, const KvRows& to, int dim)
 
 void append(const AppendParams& p, cudaStream_t stream) {
   if (p.tokens == 0) return;
+  if (is_latent_row(p.kv_dtype))
+    return launch_kernel(append_rows_kernel,
+                         {dim3(static_cast<unsigned>(p.tokens)), kThreads, stream}, p);
   const dim3 grid(static_cast<unsigned>(p.tokens), p.new_v.data == nullptr ? 1 : 2);
   launch_kernel(p.rope ? append_kernel<true> : append_kernel<false>, {grid, kThreads, stream}, p,
                 is_wide(p, p.new_k, p.k, p.head_dim), is_wide(p, p.new_v, p.v, p.value_dim));

@@ -16,12 +16,12 @@ constexpr int kKeys = 8;               // of a block, at a time
 constexpr int kRounds = 4;             // of keys that a block takes one after another
 constexpr unsigned kMostRows = 65535;  // of a grid
 
-/// Copies the keys or the values. threadIdx.y is a key, threadIdx.x its words; blockIdx.y is a
+/// Copies a part of the keys. threadIdx.y is a key, threadIdx.x its words; blockIdx.y is a
 /// sequence, and every gridDim.y-th after it.
 template <class Word>
-__global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, bool is_values) {
+__global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, KeyPart part) {
   const Geometry& g = p.geometry;
-  const KeyCopy copy = is_values ? values_of(p) : keys_of(p);
+  const KeyCopy copy = part_of(p, part);
   const StorageFormat format = storage_of(g.kv_dtype);
   const int at_once = format.elements(static_cast<int>(sizeof(Word)));  // of a word
   const int words = copy.dim / at_once;                                 // of a head
@@ -34,33 +34,36 @@ __global__ void copy_keys_kernel(const __grid_constant__ CopyKeysParams p, bool 
       const KeyPlace place = place_of(p, b, i);
       if (place.to < 0) continue;
       const std::byte* from = copy.from.address(format, place.from.offset(copy.from));
-      Word* to = reinterpret_cast<Word*>(copy.to) + place.to * g.kv_heads * words;
+      std::byte* to = copy.to + format.bytes(place.to * g.kv_heads * copy.step);
       for (int w = static_cast<int>(threadIdx.x); w < g.kv_heads * words; w += kWarp) {
         const int head = w / words, column = w % words * at_once;
         const std::int64_t at = head * copy.from.head_stride + copy.from.column(column);
-        to[w] = *reinterpret_cast<const Word*>(from + format.bytes(at));
+        *reinterpret_cast<Word*>(to + format.bytes(head * std::int64_t{copy.step} + column)) =
+            *reinterpret_cast<const Word*>(from + format.bytes(at));
       }
     }
   }
 }
 
-void copy(const CopyKeysParams& p, bool is_values, cudaStream_t stream) {
+void copy(const CopyKeysParams& p, KeyPart part, cudaStream_t stream) {
+  const KeyCopy copied = part_of(p, part);
+  if (copied.to == nullptr) return;
   const std::int64_t a_block = std::int64_t{kKeys} * kRounds;
   const dim3 grid(static_cast<unsigned>((p.longest + a_block - 1) / a_block),
                   std::min(static_cast<unsigned>(p.geometry.batch.size), kMostRows));
   const LaunchConfig how{grid, dim3(kWarp, kKeys), stream};
   const StorageFormat format = storage_of(p.geometry.kv_dtype);
-  switch (copy_word(is_values ? values_of(p) : keys_of(p), p.pages, format)) {
+  switch (copy_word(copied, p.pages, format)) {
     case 16:
-      return launch_kernel(copy_keys_kernel<uint4>, how, p, is_values);
+      return launch_kernel(copy_keys_kernel<uint4>, how, p, part);
     case 8:
-      return launch_kernel(copy_keys_kernel<uint2>, how, p, is_values);
+      return launch_kernel(copy_keys_kernel<uint2>, how, p, part);
     case 4:
-      return launch_kernel(copy_keys_kernel<std::uint32_t>, how, p, is_values);
+      return launch_kernel(copy_keys_kernel<std::uint32_t>, how, p, part);
     case 2:
-      return launch_kernel(copy_keys_kernel<std::uint16_t>, how, p, is_values);
+      return launch_kernel(copy_keys_kernel<std::uint16_t>, how, p, part);
     default:
-      return launch_kernel(copy_keys_kernel<std::uint8_t>, how, p, is_values);
+      return launch_kernel(copy_keys_kernel<std::uint8_t>, how, p, part);
   }
 }
 
@@ -68,8 +71,8 @@ void copy(const CopyKeysParams& p, bool is_values, cudaStream_t stream) {
 
 void copy_keys(const CopyKeysParams& p, cudaStream_t stream) {
   if (p.longest <= 0 || p.geometry.batch.size == 0) return;
-  if (p.to_k != nullptr) copy(p, false, stream);
-  if (p.to_v != nullptr) copy(p, true, stream);
+  for (const KeyPart part : {KeyPart::keys, KeyPart::values, KeyPart::scales})
+    copy(p, part, stream);
 }
 
 }  // namespace longspan::kernels::cuda

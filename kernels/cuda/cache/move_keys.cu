@@ -14,14 +14,14 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kRuns = 8;  // of a block
 
-/// Moves the keys or the values. threadIdx.y is a run, threadIdx.x the words of its rows.
+/// Moves a part of the keys. threadIdx.y is a run, threadIdx.x the words of its rows.
 template <class Word>
-__global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool is_values) {
+__global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, KeyPart part) {
   if (are_of_different_runs(p.headers)) return;
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kRuns + threadIdx.y;
   if (item >= p.count) return;
   const KeyRun run = p.runs[item];
-  const KeyMove move = is_values ? values_of(p) : keys_of(p);
+  const KeyMove move = part_of(p, part);
   const StorageFormat format = storage_of(p.dtype);
   const int at_once = format.elements(static_cast<int>(sizeof(Word)));  // of a word
   const int words = move.dim / at_once;                                 // of a head
@@ -41,21 +41,23 @@ __global__ void move_keys_kernel(const __grid_constant__ MoveKeysParams p, bool 
   }
 }
 
-void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
+void move(const MoveKeysParams& p, KeyPart part, cudaStream_t stream) {
+  const KeyMove moved = part_of(p, part);
+  if (moved.dim == 0) return;
   const std::int64_t blocks = std::max<std::int64_t>((p.count + kRuns - 1) / kRuns, 1);
   const dim3 grid(static_cast<unsigned>(blocks));
   const LaunchConfig how{grid, dim3(kWarp, kRuns), stream};
-  switch (move_word(p, is_values ? values_of(p) : keys_of(p))) {
+  switch (move_word(p, moved)) {
     case 16:
-      return launch_kernel(move_keys_kernel<uint4>, how, p, is_values);
+      return launch_kernel(move_keys_kernel<uint4>, how, p, part);
     case 8:
-      return launch_kernel(move_keys_kernel<uint2>, how, p, is_values);
+      return launch_kernel(move_keys_kernel<uint2>, how, p, part);
     case 4:
-      return launch_kernel(move_keys_kernel<std::uint32_t>, how, p, is_values);
+      return launch_kernel(move_keys_kernel<std::uint32_t>, how, p, part);
     case 2:
-      return launch_kernel(move_keys_kernel<std::uint16_t>, how, p, is_values);
+      return launch_kernel(move_keys_kernel<std::uint16_t>, how, p, part);
     default:
-      return launch_kernel(move_keys_kernel<std::uint8_t>, how, p, is_values);
+      return launch_kernel(move_keys_kernel<std::uint8_t>, how, p, part);
   }
 }
 
@@ -63,8 +65,8 @@ void move(const MoveKeysParams& p, bool is_values, cudaStream_t stream) {
 
 void move_keys(const MoveKeysParams& p, cudaStream_t stream) {
   if (p.count <= 0 && p.headers.digests == nullptr) return;
-  move(p, false, stream);
-  if (p.from.v.data != nullptr && p.to.v.data != nullptr) move(p, true, stream);
+  for (const KeyPart part : {KeyPart::keys, KeyPart::values, KeyPart::scales})
+    move(p, part, stream);
 }
 
 }  // namespace longspan::kernels::cuda

@@ -81,7 +81,7 @@ constexpr CudaFamily planned(const char* queries, const char* heads, const char*
 
 bool takes_decode(const AttendParams& p, Lengths lengths) {
   return lengths != Lengths::only_long && p.dtype != DType::fp32 && p.head_dim == p.value_dim &&
-         !p.dropout;
+         !p.dropout && !is_latent_row(p.kv_dtype);
 }
 /// The heads of a kv head choose between the two families of latent keys, never the rest of a
 /// batch.
@@ -93,8 +93,12 @@ bool takes_latent_in_order(const AttendParams& p, Lengths lengths) {
   return lengths != Lengths::only_long && takes_latent_keys(p) &&
          p.heads / p.kv_heads <= kLatentRowsInOrder;
 }
-bool takes_16_bits(const AttendParams& p, Lengths) { return p.dtype != DType::fp32; }
-bool takes_tf32(const AttendParams& p, Lengths) { return p.dtype == DType::fp32 && p.tf32; }
+bool takes_16_bits(const AttendParams& p, Lengths) {
+  return p.dtype != DType::fp32 && !is_latent_row(p.kv_dtype);
+}
+bool takes_tf32(const AttendParams& p, Lengths) {
+  return p.dtype == DType::fp32 && p.tf32 && !is_latent_row(p.kv_dtype);
+}
 bool takes_all(const AttendParams&, Lengths) { return true; }
 
 constexpr CudaFamily decode() {

@@ -100,6 +100,7 @@ void plan_tiles(const AttendParams& p, WorkPlan& plan, std::int64_t& expected) {
 
 Loader loader_of(const AttendParams& p) {
   if (is_fp8(p.kv_dtype)) return Loader::any8;
+  if (is_latent_row(p.kv_dtype)) return Loader::any16;  // of fp32, the only family that reads them
   const auto aligned = [&](const auto& rows) { return is_aligned<8>(rows, p.dtype); };
   const bool in_eights = p.head_dim % 8 == 0 && p.value_dim % 8 == 0;
   const bool plain = in_eights && !p.pages && p.k.dense() && p.v.dense() && p.q_dtype == p.dtype &&

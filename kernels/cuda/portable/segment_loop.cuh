@@ -31,6 +31,12 @@ __device__ inline float4 load_four(const KvRows& source, DType dtype, std::int64
   return make_float4(element(0), element(1), element(2), element(3));
 }
 
+/// The same of a row that carries its scales. Groups are of whole fours.
+__device__ inline float4 load_four(const StoredRow& row, const RowFormat& format, int d, int dim) {
+  const auto number = [&](int i) { return d + i < dim ? load_number(row, format, d + i) : 0.0f; };
+  return make_float4(number(0), number(1), number(2), number(3));
+}
+
 /// Whether 16 bytes at a time may be read from every fp32 row. In pages of one key the pitch of
 /// rows is that of pages.
 __device__ inline bool aligned_rows(const Rows& rows, const Pages& pages,
@@ -48,6 +54,13 @@ __device__ inline std::int64_t stored_row(const KvRows& source, const Pages& pag
   if (!pages) return head + (sequence.first_key + key) * source.row_stride;
   return head + pages.page(sequence.index, key) * source.page_stride +
          key % pages.size * source.row_stride;
+}
+
+/// The same of keys that carry their scales.
+__device__ inline StoredRow stored_row(const KvRows& source, const Pages& pages,
+                                       const Sequence& sequence, std::int64_t key) {
+  if (!pages) return source.stored(0, sequence.first_key + key);
+  return source.stored(pages.page(sequence.index, key), key % pages.size);
 }
 
 /// Loads columns [column, column + kColumns) of kCount keys into shared memory, with zeros for keys
@@ -71,6 +84,14 @@ __device__ inline void load_fp32(float* to, int stride, const AttendParams& p, c
     if constexpr (Traits::kPlain) {
       if (valid) from = source.at<const float>(sequence.first_key + key, kv_head) + column + quad;
     } else {
+      if (is_latent_row(p.kv_dtype)) {
+        float4 four{};
+        if (valid)
+          four = load_four(stored_row(source, p.pages, sequence, key), row_format_of(p.kv_dtype),
+                           column + quad, dim);
+        *reinterpret_cast<float4*>(place) = four;
+        continue;
+      }
       const std::int64_t offset =
           valid ? stored_row(source, p.pages, sequence, key, kv_head) : std::int64_t{0};
       if (!direct) {

@@ -27,7 +27,7 @@ _OPTIONS = """*, bool causal=False, str causal_alignment='lower_right',
     Tensor? documents=None, Tensor? bidirectional=None, Tensor? prefix_lens=None, Tensor? cache_leftpad=None, Tensor? seqused_q=None,
     Tensor? cu_seqlens_q=None, Tensor? cache_seqlens=None,
     Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? cu_seqlens_k_new=None,
-    Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None,
+    Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, str? kv_dtype=None,
     float dropout_p=0.0, Tensor? dropout_seed=None,
     Tensor? indices=None, Tensor? topk_length=None, bool index_slots=False,
     str keys='contiguous', str queries='', SymInt? total_keys=None,
@@ -250,6 +250,8 @@ def _out_dtype(q: Tensor) -> torch.dtype:
 
 
 def _value_dim(k: Tensor, v: Tensor):
+    if v.dtype == torch.uint8:  # rows of latent keys that carry their scales, of any format
+        return 512
     return v.shape[2] if k.dim() == 5 else v.shape[-1]
 
 

@@ -187,7 +187,7 @@ std::int64_t HeadExchange::gradient_slot() const {
 }
 
 std::int64_t HeadExchange::key_slot(std::int64_t rows, int i) const {
-  return aligned(rows * most_.kv * key_format().row_bytes(dim_of(i)));
+  return aligned(rows * most_.kv * key_format().bytes(elements_of(i)));
 }
 
 FinishedSlot HeadExchange::finished(std::int64_t rows, int peer) const {
@@ -275,7 +275,8 @@ void HeadExchange::exchange_keys(const Pass& pass, const KeyBlock& own, int i) c
   const Run& run = pass.run;
   const std::int64_t rows = keys_.rows_of(run, layer_.comm.rank());
   const std::int64_t slot = key_slot(most_keys(run), i);
-  pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, dim_of(i)), rows, dim_of(i),
+  const int columns = elements_of(i);
+  pack_heads(run, dense(i == 0 ? own.k : own.v, layer_.bounds.kv_heads, columns), rows, columns,
              layer_.bounds.kv_dtype, &HeadShare::kv, slot);
   all_to_all(pass, slot, i == 0 ? "exchange of keys" : "exchange of values");
   for (int p = 0; p < peers(); ++p) {

@@ -108,8 +108,11 @@ class HeadExchange {
   class Forward;
 
   bool by_heads() const { return layer_.options.results.part == ResultPart::heads; }
-  int dim_of(int i) const { return i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim; }
   StorageFormat key_format() const { return storage_of(layer_.bounds.kv_dtype); }
+  /// The elements of a row of keys, or of values.
+  int elements_of(int i) const {
+    return key_format().row_elements(i == 0 ? layer_.bounds.head_dim : layer_.bounds.value_dim);
+  }
 
   // Bytes from one rank to another: equal ones, for the most heads.
   std::int64_t query_slot(std::int64_t rows) const;

@@ -189,8 +189,8 @@ KeyArrivals HeadPuts::arrivals_of(const Way& way) const {
   arrivals.ranks = ranks();
   arrivals.heads_a_piece = way.heads.size;
   const auto own_heads = [&](const DenseRows& rows, int dim) {
-    return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), std::int64_t{rows.heads} * dim,
-                           dim);
+    return kernels::KvRows(rows.at(0, exchange_.share().kv.begin), layer_.bounds.kv_dtype,
+                           rows.heads, dim);
   };
   arrivals.k = own_heads(way.own.k.own, layer_.bounds.head_dim);
   arrivals.v = has_values() ? own_heads(way.own.v.own, layer_.bounds.value_dim) : arrivals.k;

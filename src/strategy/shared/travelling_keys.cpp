@@ -168,8 +168,9 @@ bool TravellingKeys::are_seen(const Run& run, int receiver, int owner) const {
 
 bool TravellingKeys::must_copy(const Run& run) const {
   const auto is_dense = [&](const kernels::KvRows& rows, int dim) {
-    return rows.row_stride == row_elements(dim) &&
-           (rows.head_stride == dim || layer_.bounds.kv_heads == 1) && rows.dense();
+    const kernels::KvRows dense = rows_at(nullptr, dim);
+    return rows.row_stride == dense.row_stride &&
+           (rows.head_stride == dense.head_stride || layer_.bounds.kv_heads == 1) && rows.dense();
   };
   const kernels::AttendParams& p = run.attend;
   const bool one_after_the_other = run.arrays.batch == 1 || p.batch.key_start != nullptr;
@@ -272,11 +273,11 @@ void TravellingKeys::copy_in_order(const Run& run, int rank, const KeyBlock& fro
 }
 
 kernels::KvRows TravellingKeys::keys_in(const KeyBlock& block) const {
-  return {block.k, row_elements(layer_.bounds.head_dim), layer_.bounds.head_dim};
+  return rows_at(block.k, layer_.bounds.head_dim);
 }
 kernels::KvRows TravellingKeys::values_in(const KeyBlock& block) const {
   if (!has_values()) return keys_in(block);
-  return {block.v, row_elements(layer_.bounds.value_dim), layer_.bounds.value_dim};
+  return rows_at(block.v, layer_.bounds.value_dim);
 }
 
 Shard TravellingKeys::shard_of(const Run& run, int rank, const KeyBlock& block) const {

@@ -104,7 +104,10 @@ class TravellingKeys {
   bool has_values() const { return !layer_.options.values_in_keys; }
 
  private:
-  std::int64_t row_elements(int dim) const { return std::int64_t{layer_.bounds.kv_heads} * dim; }
+  /// Dense rows, one after the other.
+  kernels::KvRows rows_at(std::byte* data, int dim) const {
+    return {data, layer_.bounds.kv_dtype, layer_.bounds.kv_heads, dim};
+  }
   std::int64_t row_bytes(int dim) const {
     return layer_.bounds.kv_heads * storage_of(layer_.bounds.kv_dtype).row_bytes(dim);
   }

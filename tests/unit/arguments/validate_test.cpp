@@ -59,7 +59,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("dtypes.compute int32: products are of",
          [](Options& o) { o.dtypes.compute = DType::int32; });
   refuse("dtypes.compute no type: products are of",
-         [](Options& o) { o.dtypes.compute = static_cast<DType>(9); });
+         [](Options& o) { o.dtypes.compute = static_cast<DType>(99); });
   refuse("dtypes.kv uint8: it is", [](Options& o) { o.dtypes.kv = DType::uint8; });
   refuse("dtypes.query bf16: it is dtypes.compute (fp32) or fp8",
          [](Options& o) { o.dtypes.query = bf16; });
@@ -197,7 +197,7 @@ TEST(Validate, OptionsThatMakeNoSense) {
   refuse("max_batch 0", [](Options& o) { o.limits.max_batch = 0; });
   refuse("heads 0", [](Options& o) { o.heads = 0; });
   refuse("kv_heads 0", [](Options& o) { o.kv_heads = 0; });
-  refuse("dtypes.query no type", [](Options& o) { o.dtypes.query = static_cast<DType>(9); });
+  refuse("dtypes.query no type", [](Options& o) { o.dtypes.query = static_cast<DType>(99); });
   refuse("keys have a layout of number 6, which does not exist",
          [](Options& o) { o.keys.layout = static_cast<Layout>(6); });
   refuse("keys have blocks of 0; a block has 1 to", [](Options& o) { o.keys.block = 0; });

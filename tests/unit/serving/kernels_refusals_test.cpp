@@ -422,7 +422,7 @@ TEST(KernelsRefusals, MergeRefusesByName) {
           {"suffix_out is e5m2 and there is no suffix_scale",
            [](A& a, ServingCalls&) { a.suffix_out.dtype = e5m2; }},
           {"suffix_out is no type; fp32, fp16, bf16 or fp8 is wanted",
-           [](A& a, ServingCalls&) { a.suffix_out.dtype = static_cast<DType>(9); }},
+           [](A& a, ServingCalls&) { a.suffix_out.dtype = static_cast<DType>(99); }},
           {"prefix_out is int32; fp32, fp16, bf16 or fp8 is wanted",
            [](A& a, ServingCalls&) { a.prefix_out.dtype = DType::int32; }},
           {"prefix_scale is [2]; [1] is wanted",

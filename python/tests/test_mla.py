@@ -209,7 +209,7 @@ CASES = {
     "causal": (lambda: mla(causal=1), TypeError, "^causal is of type 'int'"),
     **{name: (lambda name=name: mla(**{name: np.ones(2)}), UNSUPPORTED, f"^{name} is given")
        for name in ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")},
-    "is_fp8_kvcache": (lambda: mla(is_fp8_kvcache=True), UNSUPPORTED, "^is_fp8_kvcache is True"),
+    "is_fp8_kvcache": (lambda: mla(is_fp8_kvcache=True), INPUT, "^k_cache is float32 .* and is_fp8_kvcache is True: uint8"),
     "descale of no fp8": (lambda: sglang.flash_mla_with_kvcache(B.q, B.cache, B.table, B.lengths, VALUE, descale_k=np.ones(1)),
                           INPUT, "^descale_k is given"),
     "fp8 without a descale": (lambda: vllm.flash_mla_with_kvcache_fp8(B.q.astype(E4M3), B.cache.astype(E4M3), B.table,

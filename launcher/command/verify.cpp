@@ -37,6 +37,7 @@ std::string features(const Problem& p) {
   if (!p.indices.empty())
     text += fmt::format(" {} lists of {} indices{} by {}", p.lists, p.index_columns(),
                         p.index_len.empty() ? "" : " with lengths", p.options.strategy);
+  if (p.stored_k) text += fmt::format(" kv {}", name(p.options.dtypes.of_kv()));
   if (!p.q_scale.empty()) text += fmt::format(" q {}", name(p.q.dtype));
   if (!p.k_scale.empty())
     text += fmt::format(" kv {} {} scales", name(p.k.dtype), p.k_scale.size());

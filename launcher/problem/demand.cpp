@@ -153,7 +153,7 @@ Demand demand_of(const Communicator& world, const Problem& problem, std::int64_t
   const auto bytes = [](std::size_t row_bytes, double rows) {
     return static_cast<double>(row_bytes) * rows;
   };
-  const double key_bytes = bytes(problem.k.row_bytes(), keys);
+  const double key_bytes = bytes(problem.keys_in_memory().row_bytes(), keys);
   const double value_bytes =
       problem.options.values_in_keys ? 0 : bytes(problem.v.row_bytes(), keys);
   const double result = bytes(problem.out_row_bytes() + o.heads * sizeof(float), own_rows);

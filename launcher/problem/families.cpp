@@ -12,6 +12,7 @@
 #include <random>
 #include <utility>
 
+#include "launcher/problem/latent_rows.hpp"
 #include "longspan/machine.hpp"
 #include "longspan/strategy.hpp"
 
@@ -810,8 +811,8 @@ Family latent(const Sweep& sweep) {
   const Device device = sweep.gpu ? Device::cuda : Device::host;
   for (int i = 0; i < sweep.pick(14, 40, 300); ++i) {
     const DType dtype = kDTypes[i % 3];
-    const auto [dim, value_dim] =
-        pick<std::pair<int, int>>(random, {{576, 512}, {320, 256}, {576, 512}, {96, 64}, {40, 24}});
+    const auto [dim, value_dim] = pick<std::pair<int, int>>(
+        random, {{576, 512}, {320, 256}, {576, 512}, {512, 512}, {40, 24}});
     Shape shape{.dtype = dtype,
                 .heads = pick(random, {1, 8, 16, 17, 64, 128}),
                 .kv_heads = 1,
@@ -833,9 +834,15 @@ Family latent(const Sweep& sweep) {
       p.v_scale = p.k_scale;
     }
     const auto spoiled = [](std::int64_t key) { return key % 900 == 3; };
-    if (p.options.dtypes.of_kv() == dtype && shape.kv_lens[0] >= 300 && chance(2)) {
+    const bool is_plain = p.options.dtypes.of_kv() == dtype;
+    if (is_plain && dtype != fp16 && value_dim == 512 && !chance(4))
+      store_in_rows(
+          p, dim == 576 ? pick(random, {DType::latent656, DType::latent656_pow2, DType::latent352})
+                        : pick(random, {DType::latent584, DType::latent528}));
+    if (is_plain && shape.kv_lens[0] >= 300 && chance(2)) {
       p.options.mask.window = 250 - shape.q_lens[0];  // key 3 lies before all of them
       p.k = with_nan(p.k, spoiled);
+      if (p.stored_k) p.stored_k = with_nan(*p.stored_k, spoiled);
     }
     p.v = first_columns(p.k, value_dim);
     p.options.mask.causal = !chance(4);

@@ -272,14 +272,14 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
       for (std::int64_t i = 0; i * page < shard_.local_len(problem.kv_lens[b]); ++i)
         table_[b * columns_ + i] = order[next++];
     block_table_ = on_device(device, table_);
-    k_ = pages(problem.k, false);
+    k_ = pages(problem.keys_in_memory(), false);
     if (!o.values_in_keys) v_ = pages(problem.v, true);
     args_.k = page_view(k_.data(), false);
     if (!o.values_in_keys) args_.v = page_view(v_.data(), true);
     args_.block_table = {
         static_cast<const std::int32_t*>(block_table_.data()), {problem.batch(), columns_}, device};
   } else {
-    k_ = keys_in_place(problem.k);
+    k_ = keys_in_place(problem.keys_in_memory());
     if (!o.values_in_keys) v_ = keys_in_place(problem.v);
     const auto view = [&](const Buffer& memory, const Source& source) {
       if (problem.capacity > 0)
@@ -288,7 +288,7 @@ Trial::Trial(const Communicator& world, const Problem& problem, const std::strin
       const auto rows = static_cast<std::int64_t>(memory.bytes() / source.row_bytes());
       return Tensor(memory.data(), source.dtype, {rows, o.kv_heads, source.dim}, device);
     };
-    args_.k = view(k_, problem.k);
+    args_.k = view(k_, problem.keys_in_memory());
     if (!o.values_in_keys) args_.v = view(v_, problem.v);
   }
   args_.q = Tensor(q_.data(), problem.q.dtype, {own_rows, o.heads, o.head_dim}, device);
@@ -400,10 +400,11 @@ void Trial::take_gradients() {
 
 Tensor Trial::page_view(void* data, bool values) const {
   const Options& o = problem_.options;
-  const DType dtype = problem_.k.dtype;
+  const Source& keys = problem_.keys_in_memory();
+  const DType dtype = keys.dtype;
   const Device device = world_.device();
   const std::int64_t page = problem_.cache.page, x = chunk_of(dtype, o.head_dim);
-  const int dim = (values ? problem_.v : problem_.k).dim;
+  const int dim = values ? problem_.v.dim : keys.dim;
   if (!problem_.cache.x_packed) return Tensor(data, dtype, {pages_, page, o.kv_heads, dim}, device);
   if (values) return Tensor(data, dtype, {pages_, o.kv_heads, dim, page}, device);
   return Tensor(data, dtype, {pages_, o.kv_heads, o.head_dim / x, page, x}, device);
@@ -414,7 +415,12 @@ Buffer Trial::pages(const Source& source, bool values) const {
   const StorageFormat format = storage_of(source.dtype);
   const std::int64_t page = problem_.cache.page, x = chunk_of(source.dtype, source.dim);
   const int dim = source.dim;
+  const RowFormat rows = row_format_of(o.dtypes.of_kv());
   const auto place = [&](std::int64_t row, std::int64_t head, std::int64_t d) {
+    if (rows.apart > 0)  // the data of all rows, and then their scales
+      return d < rows.data_bytes()
+                 ? row * rows.data_bytes() + d
+                 : page * rows.data_bytes() + row * rows.apart + d - rows.scales_at;
     if (!problem_.cache.x_packed) return (row * o.kv_heads + head) * dim + d;
     if (values) return (head * dim + d) * page + row;
     return ((head * (dim / x) + d / x) * page + row) * x + d % x;

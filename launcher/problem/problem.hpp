@@ -40,13 +40,15 @@ struct Problem {
   Options options;  // limits come from the lengths, keys and queries from the cuts
   std::vector<std::int32_t> q_lens{1}, kv_lens{1};  // of each sequence
   Source q;                                         // [sum of q_lens, heads, head_dim]
-  Source k, v;                  // [sum of kv_lens, kv_heads, head_dim or value_dim]
-  Source dout;                  // gradient of the result, like it, where options.gradients
-  std::optional<Source> dlse;   // gradient of lse: [sum of q_lens, heads, 1] fp32
-  bool fp32_gradients = false;  // fp32, not the types of q, k and v
-  std::vector<float> sinks;     // [heads], or none
-  std::vector<float> slopes;    // [heads] or [batch, heads] ALiBi, or none
-  std::vector<float> qq_bias;   // [qq_width, qq_width], or none
+  Source k, v;                     // [sum of kv_lens, kv_heads, head_dim or value_dim]
+  std::optional<Source> stored_k;  // the bytes of keys whose rows carry their scales; k and v are
+                                   // then their numbers (latent_rows.hpp)
+  Source dout;                     // gradient of the result, like it, where options.gradients
+  std::optional<Source> dlse;      // gradient of lse: [sum of q_lens, heads, 1] fp32
+  bool fp32_gradients = false;     // fp32, not the types of q, k and v
+  std::vector<float> sinks;        // [heads], or none
+  std::vector<float> slopes;       // [heads] or [batch, heads] ALiBi, or none
+  std::vector<float> qq_bias;      // [qq_width, qq_width], or none
   std::int64_t qq_width = 0;
   std::vector<std::uint8_t> causal;             // of each sequence, in place of the mask's; or none
   std::vector<std::int64_t> documents;          // [batch, count + 1] starts and end; or none
@@ -66,6 +68,8 @@ struct Problem {
   std::optional<Cut> queries;  // where queries are sharded
   std::int64_t capacity = 0;   // > 0: k and v are [batch, capacity], NaN after each sequence
 
+  /// The keys as they lie in memory.
+  const Source& keys_in_memory() const { return stored_k ? *stored_k : k; }
   int batch() const { return static_cast<int>(q_lens.size()); }
   bool slopes_of_sequences() const {
     return slopes.size() > static_cast<std::size_t>(options.heads);

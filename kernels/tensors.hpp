@@ -114,7 +114,7 @@ struct KvRows : Rows {
     return {at + row * row_stride, at + scales_at + row * scales_stride};
   }
   /// The scales of rows that lie apart from their data, as rows of `format.apart` bytes.
-  KvRows scales_apart() const {
+  LONGSPAN_HD KvRows scales_apart() const {
     KvRows scales(static_cast<std::byte*>(data) + scales_at, scales_stride, 0);
     scales.page_stride = page_stride;
     return scales;

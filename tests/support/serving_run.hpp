@@ -63,7 +63,8 @@ struct ServingArrays {
   Cache cache;                     // its host copy; k and v are dropped once they are on the device
   Shard shard;                     // in the device's form
   Buffer q, k, v, table, key_table, query_start, kv_len, causal, sinks, slopes, qq, documents,
-      bidirectional, left_padding, used_rows, q_scale, k_scale, v_scale, out_scale, out, lse;
+      bidirectional, prefix, left_padding, used_rows, q_scale, k_scale, v_scale, out_scale, out,
+      lse;
 
   ServingArrays(Device where, const ServingProblem& p, const Shard& host_shard,
                 const std::vector<std::int64_t>& shard_table = {},

@@ -303,14 +303,15 @@ TEST_F(GpuGradients, StoredByTheKernels) {
   LONGSPAN_NEEDS_HOPPER();
   for (const auto& [dim, value_dim] :
        {std::pair{64, 64}, {40, 48}, {128, 104}, {136, 128}, {248, 256}}) {
-    GradientCase c{.dtype = DType::bf16,
+    GradientCase c{.dtype = dim == 40 ? DType::fp16 : DType::bf16,
                    .heads = 4,
                    .kv_heads = 2,
                    .dim = dim,
                    .value_dim = value_dim,
                    .query_len = {100, 0, 70, 20},
                    .kv_len = {200, 30, 40, 0},
-                   .mask = {.causal = true}};
+                   .mask = {.causal = true},
+                   .dropout = dim == 64 ? 0.0 : 0.2};
     for (const bool several : {true, false}) {
       if (!several) c.query_len = {110}, c.kv_len = {300};
       const auto seed = static_cast<std::uint32_t>(random_());
@@ -322,6 +323,50 @@ TEST_F(GpuGradients, StoredByTheKernels) {
       EXPECT_TRUE(problem.run(backend(), true) == sums);
     }
   }
+}
+
+/// Softcap, ALiBi and dropout of several tiles: keys at equal steps or not, on one side of the rows
+/// or on both, and products that a cap reaches in each of its forms.
+TEST_F(GpuGradients, OfScoresOfManyTiles) {
+  GradientCase c{.dtype = DType::bf16,
+                 .heads = 1,
+                 .dim = 128,
+                 .query_len = {150},
+                 .kv_len = {230},
+                 .mask = {.causal = true}};
+  const auto expect_also = [&](const auto& change) {
+    GradientCase changed = c;
+    change(changed);
+    expect_exact(changed);
+    c.dim = 192 - c.dim;
+    c.dtype = c.dtype == DType::bf16 ? DType::fp16 : DType::bf16;
+  };
+  for (const float softcap : {0.5f, 4.0f, 100.0f}) {
+    expect_also([&](GradientCase& of) { of.softcap = softcap; });
+    expect_also([&](GradientCase& of) { of.softcap = softcap, of.mask = {}; });
+  }
+  for (const Alibi alibi : {Alibi::context, Alibi::query, Alibi::query}) {
+    c.alibi = alibi;
+    expect_also([&](GradientCase&) {});
+    c.mask = {.window = 100, .right = 90};
+    expect_also([&](GradientCase& of) { of.keys = {Layout::striped}, of.key_ranks = 2; });
+    expect_also([&](GradientCase& of) {
+      of.softcap = 3;
+      of.keys = {Layout::interleaved, 48};
+      of.key_ranks = 2;
+      of.query_len = {130, 60};
+      of.kv_len = {150, 130};
+    });
+  }
+  c.alibi = {};
+  c.dropout = 0.4;
+  c.kv_len = {233};  // its tiles begin anywhere
+  for (int i = 0; i < 2; ++i) expect_also([](GradientCase&) {});
+  for (int i = 0; i < 2; ++i)
+    expect_also([](GradientCase& of) {
+      of.keys = of.rows = {Layout::zigzag};
+      of.key_ranks = of.row_ranks = 2;
+    });
 }
 
 TEST_F(GpuGradients, Of16BitsAndAnyHead) {

@@ -788,9 +788,8 @@ MUTANTS = [
            new=""),
     Mutant("hopper-positions-unwritten", "kernels/cuda/hopper/attend_sm90_scores.cuh", "hopper",
            "Positions are read before other threads have written them.",
-           old="  named_sync(barrier, 128);\n"
-               "#pragma unroll",
-           new="#pragma unroll"),
+           old="runs.position(max(first + key, 0));\n  }\n  named_sync(barrier, 128);\n",
+           new="runs.position(max(first + key, 0));\n  }\n"),
     Mutant("hopper-page-copies-unannounced", "kernels/cuda/hopper/attend_sm90_pages.cuh", "hopper",
            "A tile out of pages is handed over while copies into it are on their "
            "way.",

@@ -55,7 +55,7 @@ FAMILIES = {
                  EXCHANGE, "*"),
     "gradients": (["gradients/instances/bf16.cu", "gradients/instances/fp32.cu"],
                   "simulator_backward_test", "*32*:*bf16*"),
-    "gradients_hopper": (["hopper/gradients_sm90.cu", "hopper/gradients_sm90_wide.cu"],
+    "gradients_hopper": (["hopper/gradients_sm90_plain.cu", "hopper/gradients_sm90_wide.cu"],
                          "simulator_backward_test", "*bf16*"),
     "merge": (MERGE, KERNELS, "Decode/*:Single/*:*Serve*portable_*:*Serve*fp32_*"),
 }

@@ -14,6 +14,7 @@
 
 #include "kernels/cuda/common/tile.cuh"
 #include "kernels/cuda/gradients/mma_tile.cuh"
+#include "kernels/cuda/gradients/weight_scale.cuh"
 
 namespace longspan::kernels::cuda {
 
@@ -45,18 +46,6 @@ __device__ inline void load_rows(std::uint32_t tile, const GradientTensor& from,
     arch::store_shared(to, make_uint4(pair(0), pair(1), pair(2), pair(3)));
   }
 }
-
-/// A power of two for weights of at most `most`, and its inverse: the largest
-/// one is then below 2^15, as fp16 can hold.
-struct WeightScale {
-  float to, back;
-
-  __device__ explicit WeightScale(float most) {
-    const int exponent = max(static_cast<int>(__float_as_uint(most) >> 23), 15) - 127;
-    to = __uint_as_float(static_cast<std::uint32_t>(14 - exponent + 127) << 23);
-    back = __uint_as_float(static_cast<std::uint32_t>(exponent - 14 + 127) << 23);
-  }
-};
 
 template <class T, bool kOfRows, int kDim>
 class Mma16Gradients : public MmaGradients<kOfRows, kDim, kDim <= 64 ? 64 : 32> {

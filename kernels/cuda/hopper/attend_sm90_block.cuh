@@ -14,6 +14,7 @@
 #include "kernels/cuda/common/pipeline_state.cuh"
 #include "kernels/cuda/hopper/attend_sm90.hpp"
 #include "kernels/cuda/hopper/attend_sm90_tile.cuh"
+#include "kernels/dropout.hpp"
 #include "kernels/gradient_params.hpp"
 #include "kernels/params.hpp"
 
@@ -35,6 +36,7 @@ struct Softcap {
   float fifth[5];  // fifth[0] x + fifth[1] x^3 + ...
   float above[3];  // (above[0] x + above[1] x^3 + ...) /
   float below[3];  // (1 + below[0] x^2 + below[1] x^4 + ...)
+  float curve;     // the slope of a score, in units of scale, is 1 + curve score^2
 };
 
 /// How rows are loaded into shared memory.
@@ -178,6 +180,10 @@ struct KeyRuns {
   int gaps;  // at most this many
 
   __device__ int position(int key) const { return start + key + min(key / run, gaps) * gap; }
+  /// The number of keys from `key` on whose positions follow each other.
+  __device__ int following(int key) const {
+    return gap == 0 || key / run >= gaps ? INT_MAX : run - key % run;
+  }
 };
 
 /// The data of a work tile for ALiBi. A row at position i adds slope * (j - i) to its scores, or
@@ -237,13 +243,34 @@ struct RowFactors {
   float d;
 };
 
+/// The additional memory of dq with softcap or ALiBi, of a work tile.
+template <class T>
+struct ScoredRows {
+  AlibiTerms alibi;                        // zeros without ALiBi
+  int positions[T::kConsumers][T::kKeys];  // as those of AlibiShared
+};
+/// The same with dropout.
+template <class T>
+struct DroppedRows {
+  KeyRuns runs;
+  DropoutRow first;                 // of the work tile's rows
+  std::uint32_t row[T::kRows];      // the positions of all
+  std::uint64_t kept[T::kRows][2];  // keys of the tile at hand, kKeys / 2 in a word (kept_of)
+};
+struct NoScoredRows {};
+struct NoDroppedRows {};
+
 /// The additional memory of dq: what is beside the queries, and whether some row of the work tile
 /// is marked (gradients_sm90.cuh).
 template <class T>
 struct GradientRows {
   alignas(1024) typename T::Element dout[T::kConsumers][T::kValuePanels][64][T::kPanelElements];
 };
-struct GradientMarks {
+/// Its parts are bases: nvcc 13 lays out members without an address of their own in more than one
+/// way.
+template <class T>
+struct GradientMarks : std::conditional_t<T::kScored, ScoredRows<T>, NoScoredRows>,
+                       std::conditional_t<T::kDrops, DroppedRows<T>, NoDroppedRows> {
   bool marked;
 };
 
@@ -276,7 +303,7 @@ struct Shared {
   [[no_unique_address]] std::conditional_t<T::kPages, Landed<T::kStages>, NoLanded> landed;
   [[no_unique_address]] std::conditional_t<T::kFixedOrder, WaitingStates<T>, NoWaitingStates>
       waiting;
-  [[no_unique_address]] std::conditional_t<T::kGradients, GradientMarks, NoGradientMarks> marks;
+  [[no_unique_address]] std::conditional_t<T::kGradients, GradientMarks<T>, NoGradientMarks> marks;
 };
 
 inline constexpr int kPageWarps = 2;  // that copy keys and values from pages

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 
 #include "kernels/cuda/common/launch.hpp"
@@ -38,6 +39,54 @@ template <class T>
 CUtensorMap key_map_of(const AttendParams& params, const KvRows& rows, int dim) {
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;
   return tensor_map_of(rows, params.kv_dtype, dim, kAnyKeys, params.kv_heads, T::kKeys);
+}
+
+/// Scales the terms of a polynomial: terms[i] x^(2 i + from) for x of `scale`, times `height`.
+/// Returns whether all are floats of full precision.
+template <std::size_t kCount>
+bool scale_terms(const double (&terms)[kCount], double scale, double height, int from,
+                 float (&scaled)[kCount]) {
+  bool sound = true;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    scaled[i] =
+        static_cast<float>(terms[i] * height * std::pow(scale, from + 2 * static_cast<int>(i)));
+    sound = sound && std::isnormal(scaled[i]);
+  }
+  return sound;
+}
+
+/// The best polynomials of degrees 2 and 4 in x^2 to tanh x / x for |x| <= 0.1875 and 0.6, with
+/// errors of 7.2e-8 and 7.3e-8. Then the best quotient of degrees 2 and 3 for |x| <= 2.5, with an
+/// error of 5.6e-8. Their terms include the scale and, except for cap_scores, the height. If terms
+/// would exceed the range of a float, none is used: with no reach and no terms, 0 is 0.
+inline Softcap softcap_of(const Score& score) {
+  if (score.softcap == 0.0f) return {};
+  constexpr double kThird[] = {0.999999928359, -0.333296594329, 0.130532899459};
+  constexpr double kFifth[] = {0.999999926869, -0.333323099744, 0.13310173658, -0.0521014801156,
+                               0.0154754274878};
+  constexpr double kAbove[] = {1.00000005637, 0.121009651363, 0.0019967517962};
+  constexpr double kBelow[] = {0.454343579389, 0.0201102043483, 9.33304386806e-5};
+  constexpr double kReach[] = {0.1875, 0.6, 2.5};
+  constexpr double kLeast = 0x1p-13, kMost = 0x1p13;
+  const double scale = static_cast<double>(score.scale) / score.softcap;
+  const double height = static_cast<double>(score.softcap) * kLog2E;
+  Softcap cap{};
+  cap.scale = static_cast<float>(scale);
+  cap.height = static_cast<float>(height);
+  cap.curve = static_cast<float>(-1 / (height * height));
+  cap.near = -1.0f;
+  if (scale < kLeast || scale > kMost) return cap;
+  if (scale_terms(kFifth, scale, 1.0, 1, cap.terms))
+    cap.near = static_cast<float>(kReach[1] / scale);
+  Softcap formed = cap;
+  if (scale_terms(kThird, scale, height, 1, formed.third) &&
+      scale_terms(kFifth, scale, height, 1, formed.fifth) &&
+      scale_terms(kAbove, scale, height, 1, formed.above) &&
+      scale_terms(kBelow, scale, 1.0, 2, formed.below) && std::isnormal(formed.curve)) {
+    for (int i = 0; i < 3; ++i) formed.reach[i] = static_cast<float>(kReach[i] / scale);
+    return formed;
+  }
+  return cap;
 }
 
 /// Properties of the current GPU that the host needs before every launch, cached so that the driver

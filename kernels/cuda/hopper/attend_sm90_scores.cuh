@@ -242,20 +242,21 @@ __device__ inline bool reaches(const Softcap& cap, int i, unsigned most) {
 
 // ---- ALiBi -----------------------------------------------------------------------------------
 
+/// The positions of keys as runs at equal distances.
+__device__ inline KeyRuns runs_of(const KeyPositions& keys) {
+  if (keys.block > 0) return {keys.start[0], keys.block, keys.round - keys.block, INT_MAX};
+  if (keys.count[0] > 0 && keys.count[1] > 0)
+    return {keys.start[0], keys.count[0], keys.start[1] - keys.start[0] - keys.count[0], 1};
+  return {keys.start[keys.count[0] == 0], INT_MAX, 0, 0};
+}
+
 /// One thread computes what a work tile's consumers need. `index`: of its first row among the
 /// queries of its sequence; `keys`: the positions of its keys.
 __device__ inline void find_alibi(const Bias& bias, bool causal, const KeyPositions& keys,
                                   int sequence, int head, int context_len, int index,
                                   AlibiTerms& terms) {
   terms.slope = bias.slopes.of(sequence, head) * kLog2E;
-  KeyRuns& runs = terms.runs;
-  if (keys.block > 0) {
-    runs = {keys.start[0], keys.block, keys.round - keys.block, INT_MAX};
-  } else if (keys.count[0] > 0 && keys.count[1] > 0) {
-    runs = {keys.start[0], keys.count[0], keys.start[1] - keys.start[0] - keys.count[0], 1};
-  } else {
-    runs = {keys.start[keys.count[0] == 0], INT_MAX, 0, 0};
-  }
+  terms.runs = runs_of(keys);
   terms.lift = bias.alibi == Alibi::context ? terms.slope : 0.0f;
   terms.two_sided = bias.alibi == Alibi::query && !causal;
   terms.index = index;
@@ -330,6 +331,20 @@ __device__ void add_far(float (&s)[T::kKeys / 2], float c, const AlibiTerms& ter
   }
 }
 
+/// A warpgroup finds the positions of the keys of the tile at local key `first`.
+template <int kKeys>
+__device__ void find_positions(const KeyRuns& of_keys, int (&positions)[kKeys], int first,
+                               int barrier) {
+  const KeyRuns runs = of_keys;
+  named_sync(barrier, 128);  // the tile before is through with its positions
+#pragma unroll
+  for (int i = 0; i < kKeys; i += 128) {
+    const int key = i + static_cast<int>(threadIdx.x % 128);
+    if (key < kKeys) positions[key] = runs.position(max(first + key, 0));
+  }
+  named_sync(barrier, 128);
+}
+
 /// s becomes c s + bias, in base 2, for the tile at local key `first`; less: as in add_far. `row`:
 /// the thread's first of the work tile. The warpgroup does it together.
 template <class T>
@@ -355,14 +370,7 @@ __device__ void add_alibi(float (&s)[T::kKeys / 2], float c, const AlibiTerms& t
     return;
   }
 
-  const KeyRuns runs = terms.runs;
-  named_sync(barrier, 128);  // the tile before is through with its positions
-#pragma unroll
-  for (int i = 0; i < kKeys; i += 128) {
-    const int key = i + static_cast<int>(threadIdx.x % 128);
-    if (key < kKeys) positions[key] = runs.position(max(first + key, 0));
-  }
-  named_sync(barrier, 128);
+  find_positions(terms.runs, positions, first, barrier);
 #pragma unroll
   for (int i = 0; i < kKeys / 2; i += 4) {
     const int2 pair = *reinterpret_cast<const int2*>(&positions[i / 4 * 8 + 2 * t]);

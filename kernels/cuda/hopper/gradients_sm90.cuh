@@ -26,9 +26,11 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/arch/sm90.cuh"
 #include "kernels/cuda/arch/store_same.cuh"
+#include "kernels/cuda/gradients/weight_scale.cuh"
 #include "kernels/cuda/hopper/attend_sm90_block.cuh"
 #include "kernels/cuda/hopper/attend_sm90_softmax.cuh"
 #include "kernels/gradient_params.hpp"
@@ -76,6 +78,58 @@ __device__ inline RowFactors factors_of(const RowTerm& term, bool& marked) {
   if (none) return {INFINITY, 0.0f};
   return {fabsf(term.lse) < INFINITY ? term.lse : NAN, term.d};
 }
+
+/// The exponent of a factor of P for dv. P is at most 1, and of fp16 it is scaled as far as dS.
+template <class Element>
+inline constexpr int kWeightExponent = std::is_same_v<Element, __half> ? 14 : 0;
+
+/// The factors of dS of a thread's two rows or keys, each the power of two that the largest dS so
+/// far allows fp16. bf16 needs none.
+template <class Element>
+class SumScales {
+ public:
+  static constexpr bool kAny = true;
+  /// Scales dS, and what was added up before by what the factors become less. No product may be in
+  /// flight that adds to the sums.
+  template <int kCount, int kSums>
+  __device__ __forceinline__ void apply(float (&s)[kCount], float (&sums)[kSums]) {
+    float most[2] = {0, 0}, ratio[2] = {1, 1};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) most[i / 2 % 2] = fmaxf(most[i / 2 % 2], fabsf(s[i]));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffff, most[h], 1));
+      most[h] = fmaxf(most[h], __shfl_xor_sync(0xffffffff, most[h], 2));
+      if (most[h] * scale_[h] < 0x1p15f) continue;
+      const float scale = cuda::WeightScale(most[h]).to;
+      ratio[h] = scale / scale_[h];
+      scale_[h] = scale;
+    }
+    if (__any_sync(0xffffffff, ratio[0] != 1.0f || ratio[1] != 1.0f)) rescale(sums, ratio);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[i] *= scale_[i / 2 % 2];
+  }
+  /// Scales the sums back; the next ones start anew.
+  template <int kSums>
+  __device__ __forceinline__ void end(float (&sums)[kSums]) {
+    const float back[2] = {1 / scale_[0], 1 / scale_[1]};
+    rescale(sums, back);
+    scale_[0] = scale_[1] = kMost;
+  }
+
+ private:
+  static constexpr float kMost = 0x1p100f;
+  float scale_[2] = {kMost, kMost};
+};
+template <>
+class SumScales<__nv_bfloat16> {
+ public:
+  static constexpr bool kAny = false;
+  template <int kCount, int kSums>
+  __device__ __forceinline__ void apply(float (&)[kCount], float (&)[kSums]) {}
+  template <int kSums>
+  __device__ __forceinline__ void end(float (&)[kSums]) {}
+};
 
 // ---- what is not finite ------------------------------------------------------------------------
 

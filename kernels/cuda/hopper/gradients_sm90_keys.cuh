@@ -7,6 +7,7 @@
 #include "kernels/cuda/gradients/first_token.cuh"
 #include "kernels/cuda/gradients/plan.hpp"
 #include "kernels/cuda/hopper/gradients_sm90.cuh"
+#include "kernels/cuda/hopper/gradients_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -16,12 +17,16 @@ struct KeyGradientParams {
   GradientParams params;
   int tiles;    // of owned keys over the batch; an upper bound
   int section;  // kv heads walked together, so that their rows stay in L2
+  Softcap softcap;
 };
 
 /// docs/notes/hopper-backward.md has the measurements.
-template <class Element_, int kDim_, int kRows_, int kStages_>
+template <class Element_, int kDim_, int kRows_, int kStages_, bool kScored_ = false,
+          bool kDrops_ = false>
 struct KeyGradientTile {
   using Element = Element_;
+  static constexpr bool kScored = kScored_;  // with softcap, ALiBi
+  static constexpr bool kDrops = kDrops_;    // with dropout
   static constexpr int kDim = kDim_;
   static constexpr int kPanels = kDim / 64;
   static constexpr int kConsumers = 2;
@@ -31,6 +36,9 @@ struct KeyGradientTile {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
+  // A consumer that requests more registers than all warps have at the launch would wait forever.
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <=
+                (kConsumers + 1) * (65536 / kThreads / 8 * 8));
 };
 
 /// The owned keys, and what streams by.
@@ -59,15 +67,37 @@ struct KeyRowTile {
   bool marked;  // one of them is (gradients_sm90.cuh)
 };
 
+/// The additional memory of a tile of rows with softcap or ALiBi. `lse` of the tile takes the bias
+/// of the first owned key away, and the others' are slope * offset higher.
+template <class T>
+struct ScoredRowTile {
+  AlibiTerms alibi;      // of the rows' head, from the first row of the sequence on
+  float from[T::kRows];  // lse without any bias
+  int position[T::kRows];
+};
+/// The same with dropout: which rows keep the weights of a key.
+template <class T>
+struct DroppedRowTile {
+  std::uint32_t kept[T::kKeys][T::kRows / 32];
+};
+struct NoScoredRowTile {};
+struct NoDroppedRowTile {};
+
+template <class T>
+struct KeyRowTileOf : KeyRowTile<T::kRows>,
+                      std::conditional_t<T::kScored, ScoredRowTile<T>, NoScoredRowTile>,
+                      std::conditional_t<T::kDrops, DroppedRowTile<T>, NoDroppedRowTile> {};
+
 template <class T>
 struct KeyGradientShared {
   using Element = typename T::Element;
   alignas(1024) TilePanels<Element, T::kPanels, 64> k[T::kConsumers], v[T::kConsumers];
   alignas(1024) TilePanels<Element, T::kPanels, T::kRows> q[T::kStages], dout[T::kStages];
-  KeyRowTile<T::kRows> rows[T::kStages];
+  KeyRowTileOf<T> rows[T::kStages];
   OwnedKeys work;
   NanBits nan[2][128 * T::kConsumers];  // of dk and dv, of each consumer thread
   Barrier own_full, full[T::kStages], empty[T::kStages];
+  int position[T::kScored ? T::kKeys : 1];  // of the owned keys
 };
 
 /// One thread finds the owned keys of a block. Blocks are ordered in sections of heads, in each the
@@ -162,6 +192,14 @@ class KeyGradientProducer {
     to = found;
   }
 
+  /// A warpgroup finds the positions of the owned keys.
+  __device__ __forceinline__ void find_positions() const {
+    static_assert(T::kKeys == 128);
+    if constexpr (T::kScored)
+      shared_.position[threadIdx.x] =
+          runs_of(work_.positions).position(work_.first + static_cast<int>(threadIdx.x));
+  }
+
   /// Which keys some row sees.
   __device__ __forceinline__ void find_seen() const {
     RowKeys seen{0, 0};
@@ -221,14 +259,17 @@ class KeyGradientProducer {
     const bool cut =
         count < T::kRows || token < work_.all_begin || token + T::kRows > work_.all_end;
     const auto first_row = static_cast<int>(work_.sequence.first_row) + token;
+    const AlibiTerms alibi = find_alibi(stage, head);
     bool marks = false;
 #pragma unroll 1
     for (int i = lane_; i < T::kRows; i += 32) {
       RowTerm term{-INFINITY, 0.0f, 0.0f};
       bool marked = false;
       if (i < count) term = p_.terms[std::int64_t{first_row + i} * p_.heads + head];
-      const RowFactors factors = factors_of(term, marked);
+      RowFactors factors = factors_of(term, marked);
+      factors.lse -= kWeightExponent<typename T::Element>;
       marks = marks || (marked && i < count);
+      if constexpr (T::kScored) factors.lse = lower(stage, i, alibi, token, factors.lse, term);
       rows.lse[i] = factors.lse;
       const bool infinite = !is_finite(factors.d);
       rows.d[i] = infinite ? 0.0f : factors.d;
@@ -248,6 +289,7 @@ class KeyGradientProducer {
       rows.cut = cut;
       rows.marked = marks;
     }
+    draw(stage, head, token);
     __syncwarp();
   }
   /// Where a tile of rows is in the maps.
@@ -270,6 +312,51 @@ class KeyGradientProducer {
     for (int panel = 0; panel < T::kPanels; ++panel) {
       load_box(shared_.q[stage][panel], &call_.q, panel * 64, row, of_map, &full, again_);
       load_box(shared_.dout[stage][panel], &call_.dout, panel * 64, row, of_map, &full, again_);
+    }
+  }
+
+  /// The index of a token among the queries of its sequence.
+  __device__ __forceinline__ int index_of(int token) const {
+    return static_cast<int>(p_.query_index(work_.sequence.index, token));
+  }
+  __device__ __forceinline__ AlibiTerms find_alibi(int stage, int head) const {
+    AlibiTerms alibi{};
+    if constexpr (T::kScored) {
+      alibi = alibi_of(p_, work_.positions, work_.sequence.index, head,
+                       static_cast<int>(work_.sequence.context_len), 0);
+      if (lane_ == 0) shared_.rows[stage].alibi = alibi;
+    }
+    return alibi;
+  }
+  /// Returns what row i counts its weights from, which has the bias of the first owned key.
+  __device__ __forceinline__ float lower(int stage, int i, const AlibiTerms& alibi, int token,
+                                         float lse, const RowTerm& term) const {
+    if constexpr (T::kScored) {
+      ScoredRowTile<T>& scored = shared_.rows[stage];
+      const int index = index_of(min(token + i, work_.end - 1));
+      const int position = static_cast<int>(work_.sequence.context_len) + index;
+      const float from = lowered(lse, term, alibi.lift, index);
+      scored.position[i] = position;
+      scored.from[i] = from;
+      return fmaf(alibi.slope, static_cast<float>(position - shared_.position[0]), from);
+    }
+    return lse;
+  }
+  /// Draws the dropout of a tile: a lane has a row.
+  __device__ __forceinline__ void draw(int stage, int head, int token) const {
+    if constexpr (T::kDrops) {
+      const KeyRuns runs = runs_of(work_.positions);
+      const int context_len = static_cast<int>(work_.sequence.context_len);
+      const PhiloxKey key = p_.dropout.key();
+#pragma unroll 1
+      for (int rows = 0; rows < T::kRows; rows += 32) {
+        const int index = index_of(min(token + rows + lane_, work_.end - 1));
+        const DropoutRow row = p_.dropout.row(key, work_.sequence.index, head, context_len + index);
+#pragma unroll 1
+        for (int own = 0; own < T::kKeys; own += 32)
+          shared_.rows[stage].kept[own + lane_][rows / 32] = transpose_bits(
+              static_cast<std::uint32_t>(kept_of(p_.dropout, row, runs, work_.first + own, 32)));
+      }
     }
   }
 
@@ -328,15 +415,19 @@ class KeyGradientConsumer {
       for (int left = tiles;;) {
         add_products();
         if (--left == 0) break;
-        begin_tile();     // its wait ends a basic block: see RowGradientConsumer
-        wgmma_wait<1>();  // P is free for the scores of the next tile
+        begin_tile();  // its wait ends a basic block: see RowGradientConsumer
+        // P is free for the scores of the next tile. Sums that may be scaled have to be complete,
+        // or ptxas serialises all products.
+        wgmma_wait<SumScales<Element>::kAny ? 0 : 1>();
         pin(dv);
+        if constexpr (SumScales<Element>::kAny) pin(dk);
         begin_products();
       }
       wgmma_wait<0>();
       pin(dk);
       pin(dv);
     }
+    scales_.end(dk);
     set_nan(dk, nan(Sums::dk));
     set_nan(dv, nan(Sums::dv));
     store(Sums::dk);
@@ -345,6 +436,24 @@ class KeyGradientConsumer {
 
  private:
   enum class Sums { dk, dv };
+
+  /// Which of a thread's elements keep their weights.
+  struct Kept {
+    static constexpr int kWords = T::kRows / 32;
+    std::uint32_t words[2][kWords];
+
+    __device__ __forceinline__ Kept(const KeyGradientShared<T>& shared, int stage, int key,
+                                    int lane) {
+      if constexpr (T::kDrops)
+#pragma unroll
+        for (int i = 0; i < 2 * kWords; ++i)
+          words[i / kWords][i % kWords] =
+              shared.rows[stage].kept[key + i / kWords * 8][i % kWords] >> 2 * (lane % 4);
+    }
+    __device__ __forceinline__ bool of(int i) const {
+      return !T::kDrops || (words[i / 2 % 2][i / 16] >> (i / 4 % 4 * 8 + i % 2) & 1) != 0;
+    }
+  };
 
   /// Waits for the next tile of rows, which then has no element that must not be multiplied.
   __device__ __forceinline__ void begin_tile() {
@@ -422,15 +531,78 @@ class KeyGradientConsumer {
   }
   /// s becomes weights, which are also rounded.
   __device__ __forceinline__ void weigh(const float2 (&lse)[T::kRows / 8]) {
+    if constexpr (T::kScored) {
+      weigh_scores(lse);
+    } else {
 #pragma unroll
-    for (int j = 0; j < T::kRows / 8; ++j) {
+      for (int j = 0; j < T::kRows / 8; ++j) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[4 * j + e] = exp2_fast(fmaf(s[4 * j + e], factor_, -(e % 2 == 0 ? lse[j].x : lse[j].y)));
+        for (int e = 0; e < 4; ++e)
+          s[4 * j + e] =
+              exp2_fast(fmaf(s[4 * j + e], factor_, -(e % 2 == 0 ? lse[j].x : lse[j].y)));
+      }
+      if (shared_.rows[stage_].cut) mask();
+      round_weights<Element>(p, s);
     }
-    if (shared_.rows[stage_].cut) mask();
-    round_weights<Element>(p, s);
   }
+  /// s becomes weights times the slopes of their scores; the weights are rounded.
+  __device__ __forceinline__ void weigh_scores(const float2 (&lse)[T::kRows / 8]) {
+    const auto& rows = shared_.rows[stage_];
+    const AlibiTerms& alibi = rows.alibi;
+    const Softcap& cap = call_.softcap;
+    const Kept kept(shared_, stage_, key_, lane_);
+    const auto round = [&](int i, const float(&weight)[2]) {
+      p[i / 8][i / 2 % 4] =
+          pack(kept.of(i) ? weight[0] : 0.0f, kept.of(i + 1) ? weight[1] : 0.0f, Element{});
+    };
+    const bool simple = !uniform(rows.cut || alibi.two_sided);
+    const unsigned most = simple && cap.height != 0.0f ? find_most(s, 64) : UINT_MAX;
+    if (simple && (cap.height == 0.0f || reaches(cap, 2, most))) {
+      float bias[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        bias[h] =
+            alibi.slope * static_cast<float>(shared_.position[key_ + 8 * h] - shared_.position[0]);
+      with_near_form(cap, factor_, most, [&](const auto& form) {
+        weigh_by(
+            s, form,
+            [&](int i) { return (i % 2 == 0 ? lse[i / 4].x : lse[i / 4].y) - bias[i / 2 % 2]; },
+            round);
+      });
+      return;
+    }
+    // Weights of keys that a row does not see are 0, whatever its terms are.
+    with_form(cap, factor_, [&](const auto& form) {
+      const int own[2] = {shared_.position[key_], shared_.position[key_ + 8]};
+      weigh_by(
+          s, form,
+          [&](int i) {
+            const int row = row_of(i);
+            const auto distance = static_cast<float>(own[i / 2 % 2] - rows.position[row]);
+            return rows.from[row] - bias_of(alibi, distance);
+          },
+          [&](int i, float(&weight)[2]) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+              if (rows.cut && !sees(rows.keys[row_of(i + e)], i / 2 % 2)) weight[e] = 0.0f;
+            round(i, weight);
+          });
+    });
+  }
+  /// The row of the tile of element i.
+  __device__ __forceinline__ int row_of(int i) const { return i / 4 * 8 + 2 * (lane_ % 4) + i % 2; }
+  __device__ __forceinline__ bool sees(const RowKeys& seen, int h) const {
+    return static_cast<unsigned>(key_ + 8 * h - seen.begin) <
+           static_cast<unsigned>(seen.end - seen.begin);
+  }
+  /// dP of weights that were dropped becomes 0, and that of others larger.
+  __device__ __forceinline__ void drop() {
+    const Kept kept(shared_, stage_, key_, lane_);
+    const float scale = call_.params.dropout.scale;
+#pragma unroll
+    for (int i = 0; i < T::kRows / 2; ++i) g[i] = kept.of(i) ? g[i] * scale : 0.0f;
+  }
+
   /// Weights of keys that a row does not see are 0, whatever its terms are.
   __device__ __forceinline__ void mask() {
     const auto& rows = shared_.rows[stage_];
@@ -448,11 +620,13 @@ class KeyGradientConsumer {
   }
   /// Weights become dS, rounded.
   __device__ __forceinline__ void differentiate(const float2 (&d)[T::kRows / 8]) {
+    if constexpr (T::kDrops) drop();
     if (uniform(shared_.rows[stage_].marked)) add_infinite();
 #pragma unroll
     for (int j = 0; j < T::kRows / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[4 * j + e] *= g[4 * j + e] - (e % 2 == 0 ? d[j].x : d[j].y);
+    scales_.apply(s, dk);
     round_weights<Element>(w, s);
   }
 
@@ -489,11 +663,13 @@ class KeyGradientConsumer {
 
   __device__ __forceinline__ void store(Sums which) const {
     const GradientParams& params = call_.params;
+    constexpr float kOfWeight = 1.0f / (1 << kWeightExponent<Element>);
+    const float kept = T::kDrops ? params.dropout.scale : 1.0f;
     if (which == Sums::dk)
-      store_owned<Element, T::kDim>(dk, params.score.scale, params, shared_.work, key_, params.dk,
-                                    params.stores.dk);
+      store_owned<Element, T::kDim>(dk, params.score.scale * kOfWeight, params, shared_.work, key_,
+                                    params.dk, params.stores.dk);
     else
-      store_owned<Element, T::kDim>(dv, 1.0f, params, shared_.work, key_, params.dv,
+      store_owned<Element, T::kDim>(dv, kept * kOfWeight, params, shared_.work, key_, params.dv,
                                     params.stores.dv);
   }
 
@@ -511,6 +687,7 @@ class KeyGradientConsumer {
   PipelineState<T::kStages> at_;
   int stage_ = 0;  // of the last products
   int sums_ = -1;  // of the sums in flight
+  SumScales<Element> scales_;
 };
 
 template <class T>
@@ -534,6 +711,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     KeyGradientProducer<T> producer(call, shared);
     if (threadIdx.x == 0) producer.load_owned();
     if (warpgroup == 0) producer.find_rows();
+    if (warpgroup == 0) producer.find_positions();
     __syncthreads();
     if (threadIdx.x == 0) producer.find_seen();
     __syncthreads();

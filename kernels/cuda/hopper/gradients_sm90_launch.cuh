@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cuda/gradients/sums.hpp"
 #include "kernels/cuda/hopper/attend_sm90_launch.cuh"
+#include "kernels/cuda/hopper/gradients_sm90.hpp"
 #include "kernels/cuda/hopper/gradients_sm90_keys.cuh"
 #include "kernels/cuda/hopper/gradients_sm90_rows.cuh"
 
@@ -16,12 +18,12 @@ namespace longspan::kernels::sm90 {
 inline CUtensorMap row_map_of(const GradientParams& p, const TokenRows& rows, int dim,
                               int box_rows) {
   const std::uint32_t apart = p.q.gap.rows;
-  return tensor_map_of(rows, DType::bf16, dim, apart > 0 ? apart : p.tokens,
+  return tensor_map_of(rows, p.dtype, dim, apart > 0 ? apart : p.tokens,
                        apart > 0 ? p.batch.size * p.heads : p.heads, box_rows);
 }
 inline CUtensorMap key_map(const GradientParams& p, const KvRows& rows, int dim, int box_keys) {
   constexpr std::int64_t kAnyKeys = std::int64_t{1} << 31;  // no copy reaches past the keys
-  return tensor_map_of(rows, DType::bf16, dim, kAnyKeys, p.kv_heads, box_keys);
+  return tensor_map_of(rows, p.dtype, dim, kAnyKeys, p.kv_heads, box_keys);
 }
 
 template <class T>
@@ -32,6 +34,7 @@ void launch_rows(const GradientParams& p, cudaStream_t stream) {
   call.v = key_map(p, p.v, p.value_dim, T::kKeys);
   call.gradients = {row_map_of(p, p.dout, p.value_dim, 64), p.terms, p.dq, p.resume_rows,
                     p.stores.dq};
+  call.softcap = softcap_of(p.score);
   launch_call<T>(row_gradients_kernel<T>, call, p, {}, 1, stream);
 }
 
@@ -59,6 +62,7 @@ void launch_keys(void (*kernel)(KeyGradientParams), const GradientParams& p, cud
   call.params = p;
   call.tiles = static_cast<int>(p.dk.rows / T::kKeys) + p.batch.size;
   call.section = section_of_keys(p, call.tiles);
+  call.softcap = softcap_of(p.score);
   allow_shared_memory<T>(kernel, sizeof(KeyGradientShared<T>));
   cuda::launch_kernel(kernel,
                       {static_cast<unsigned>(call.tiles * p.kv_heads), T::kThreads, stream,

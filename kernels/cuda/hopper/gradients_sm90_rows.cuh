@@ -8,6 +8,7 @@
 #include "kernels/cuda/hopper/attend_sm90_producer.cuh"
 #include "kernels/cuda/hopper/attend_sm90_scheduler.cuh"
 #include "kernels/cuda/hopper/gradients_sm90.cuh"
+#include "kernels/cuda/hopper/gradients_sm90_scores.cuh"
 
 namespace longspan::kernels::sm90 {
 
@@ -17,8 +18,11 @@ inline constexpr TileShape kRowGradients64{
 inline constexpr TileShape kRowGradients128{
     .dim = 128, .consumers = 2, .keys = 96, .ping_pong = false};
 
-template <class Element, TileShape kShape, int kKeyStages = 3, int kValueStages_ = 3>
+template <class Element, TileShape kShape, int kKeyStages = 3, int kValueStages_ = 3,
+          bool kScored_ = false, bool kDrops_ = false>
 struct RowGradientTile : TileTraits<Element, kShape> {
+  static constexpr bool kScored = kScored_;  // with softcap, ALiBi
+  static constexpr bool kDrops = kDrops_;    // with dropout
   static constexpr bool kPages = false;
   static constexpr bool kGradients = true;
   static constexpr int kStages = kKeyStages;
@@ -62,6 +66,7 @@ class RowGradientProducer {
   __device__ __forceinline__ void load_rows(const WorkTile& tile, std::uint32_t parity) {
     for (int c = 0; c < T::kConsumers; ++c) shared_.q_empty[c].wait(parity ^ 1);
     const GradientSources& from = call_.gradients;
+    find_scores(tile);
     bool marks = false;
     for (int row = lane_; row < T::kRows; row += 32) {
       const std::int64_t token = tile.first_row + row;
@@ -87,6 +92,31 @@ class RowGradientProducer {
       for (int panel = 0; panel < T::kValuePanels; ++panel)
         load_box(shared_.gradients.dout[c][panel], &from.dout, panel * 64, tile.query_row + 64 * c,
                  tile.query_head, &shared_.q_full[c], once);
+    }
+  }
+
+  /// What the weights of a work tile need besides the terms of its rows.
+  __device__ __forceinline__ void find_scores(const WorkTile& tile) {
+    if constexpr (!T::kScored && !T::kDrops) return;
+    const AttendParams& params = call_.params;
+    const int b = tile.sequence;
+    const auto kv_len = static_cast<int>(params.batch.keys(b, params.shard));
+    const auto context_len = static_cast<int>(params.first_position(b, kv_len));
+    KeyPositions keys;
+    keys.find(params.shard, b, kv_len);
+    if constexpr (T::kScored)
+      if (lane_ == 0)
+        shared_.marks.alibi = alibi_of(params, keys, b, tile.head, context_len,
+                                       static_cast<int>(params.query_index(b, tile.row)));
+    if constexpr (T::kDrops) {
+      DroppedRows<T>& dropped = shared_.marks;
+      if (lane_ == 0) {
+        dropped.runs = runs_of(keys);
+        dropped.first = params.dropout.row(params.dropout.key(), b, tile.head, 0);
+      }
+      for (int row = lane_; row < T::kRows; row += 32)
+        dropped.row[row] = static_cast<std::uint32_t>(
+            context_len + (row < tile.rows ? params.query_index(b, tile.row + row) : 0));
     }
   }
 
@@ -124,6 +154,7 @@ class RowGradientConsumer {
   using Element = typename T::Element;
   static constexpr int kGroupBarrier = 1, kAllBarrier = kGroupBarrier + T::kConsumers;
   static constexpr bool kLateValues = T::kValueStages == 1;
+  static_assert(!(kLateValues && T::kDrops));
 
  public:
   struct Fragments {
@@ -159,8 +190,9 @@ class RowGradientConsumer {
       whole_ = tile.whole;
       clear_ = tile.clear;
       first_key_ = tile.some.end - T::kKeys;
-      find_factors(tile);
+      if constexpr (!T::kScored) find_factors(tile);
       shared_.q_full[group_].wait(q_parity);
+      if constexpr (T::kScored) find_factors(tile);
       q_parity ^= 1;
       marked_ = shared_.marks.marked;
 #pragma unroll
@@ -177,6 +209,7 @@ class RowGradientConsumer {
       if (lane_ == 0) shared_.q_empty[group_].arrive();
       wgmma_wait<0>();
       end_sums();
+      scales_.end(dq);
       set_all_nan(dq, nan);
       store(tile);
       shared_.work_empty[work_.stage].arrive();
@@ -187,6 +220,7 @@ class RowGradientConsumer {
   /// Both loops begin when the products of the first tile's scores do, and end when those of the
   /// last tile's sums do.
   __device__ __forceinline__ void attend(int tiles) {
+    draw();
     wgmma_wait<0>();
     pin(s);
     pin(g);
@@ -198,9 +232,9 @@ class RowGradientConsumer {
       begin_tile();
       begin_products();
       begin_sums();
+      draw();
       wgmma_wait<2>();
       pin(s);
-      mask();
       exponentiate();
       // ptxas moves a wait for products to the start of its basic block. Waits for the next tile
       // end blocks, so that the products run beside the arithmetic before them.
@@ -231,7 +265,6 @@ class RowGradientConsumer {
       begin_gradients();
       wgmma_wait<2>();
       pin(s);
-      mask();
       exponentiate();
       if (i + 1 < tiles) shared_.k_full[k_.stage].wait(k_.parity);
       wgmma_wait<1>();
@@ -253,6 +286,10 @@ class RowGradientConsumer {
       if (row < tile.rows) term = call_.gradients.terms[token * call_.params.heads + tile.head];
       bool marked;
       factors_[h] = factors_of(term, marked);
+      if constexpr (T::kScored) {
+        const AlibiTerms& alibi = shared_.marks.alibi;
+        factors_[h].lse = lowered(factors_[h].lse, term, alibi.lift, alibi.index + row_ + 8 * h);
+      }
     }
   }
   /// Waits for the next tile, whose values then have no element that must not be multiplied.
@@ -317,17 +354,88 @@ class RowGradientConsumer {
     pin(dq);
     if (lane_ == 0) shared_.k_empty[taken_].arrive();
   }
-  __device__ __forceinline__ void mask() {
-    if (is_cut()) mask_scores(s, -INFINITY, first_key_, shared_.rows[work_.stage], row_);
+  __device__ __forceinline__ void mask(float value) {
+    if (is_cut()) mask_scores(s, value, first_key_, shared_.rows[work_.stage], row_);
   }
+  /// s becomes weights, times the slopes of their scores.
   __device__ __forceinline__ void exponentiate() {
+    if constexpr (T::kScored) {
+      weigh_scores();
+      mask(0.0f);
+    } else {
+      mask(-INFINITY);
 #pragma unroll
-    for (int i = 0; i < T::kKeys / 2; ++i)
-      s[i] = exp2_fast(fmaf(s[i], factor_, -factors_[i / 2 % 2].lse));
+      for (int i = 0; i < T::kKeys / 2; ++i)
+        s[i] = exp2_fast(fmaf(s[i], factor_, -factors_[i / 2 % 2].lse));
+    }
+  }
+  __device__ __forceinline__ void weigh_scores() {
+    const Softcap& cap = call_.softcap;
+    const AlibiTerms& terms = shared_.marks.alibi;
+    const AlibiTile tile = find_tile<T>(terms, first_key_, 64 * group_);
+    const auto none = [](int, float(&)[2]) {};
+    const int t = lane_ % 4, own = terms.position + row_;
+    if (tile.straight) {
+      const unsigned most = cap.height == 0.0f || uniform(is_cut())
+                                ? UINT_MAX
+                                : find_most(s, shared_.work[work_.stage].rows - row_);
+      const int distance = tile.from + tile.step * 2 * t - own;
+      const float stride = tile.slope * static_cast<float>(tile.step);
+      const float from[2] = {factors_[0].lse - tile.slope * static_cast<float>(distance),
+                             factors_[1].lse - tile.slope * static_cast<float>(distance - 8)};
+      with_form(cap, factor_, most, [&](const auto& form) {
+        weigh_by(
+            s, form, [&](int i) { return fmaf(-stride, i / 4 * 8.0f + i % 2, from[i / 2 % 2]); },
+            none);
+      });
+    } else {
+      int(&positions)[T::kKeys] = shared_.marks.positions[group_];
+      find_positions(terms.runs, positions, first_key_, kGroupBarrier + group_);
+      with_form(cap, factor_, [&](const auto& form) {
+        weigh_by(
+            s, form,
+            [&](int i) {
+              const int key = positions[i / 4 * 8 + 2 * t + i % 2], h = i / 2 % 2;
+              return factors_[h].lse - bias_of(terms, static_cast<float>(key - own - 8 * h));
+            },
+            none);
+      });
+    }
+  }
+  /// A warp draws the dropout of its rows for the next tile, beside the products.
+  __device__ __forceinline__ void draw() {
+    if constexpr (T::kDrops) {
+      DroppedRows<T>& dropped = shared_.marks;
+      const int row = row_ - lane_ / 4 + lane_ % 16, half = lane_ / 16;
+      DropoutRow of_row = dropped.first;
+      of_row.row = dropped.row[row];
+      __syncwarp();  // the bits of the tile before are read
+      dropped.kept[row][half] = kept_of(call_.params.dropout, of_row, dropped.runs,
+                                        first_key_ + half * (T::kKeys / 2), T::kKeys / 2);
+      __syncwarp();
+    }
+  }
+  /// dP of weights that were dropped becomes 0, and that of others larger.
+  __device__ __forceinline__ void drop() {
+    const float scale = call_.params.dropout.scale;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::uint64_t kept = shared_.marks.kept[row_ + 8 * h][half] >> 2 * (lane_ % 4);
+#pragma unroll
+        for (int n = 0; n < T::kKeys / 16; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& gradient = g[4 * (half * (T::kKeys / 16) + n) + 2 * h + e];
+            gradient = (kept >> (8 * n + e) & 1) != 0 ? gradient * scale : 0.0f;
+          }
+      }
   }
   __device__ __forceinline__ void differentiate() {
     if (lane_ == 0) shared_.v_empty[v_.stage].arrive();
     v_.advance();
+    if constexpr (T::kDrops) drop();
     if (uniform(marked_ && is_cut())) {
 #pragma unroll
       for (int i = 0; i < T::kKeys / 2; ++i)
@@ -338,11 +446,11 @@ class RowGradientConsumer {
     }
   }
   __device__ __forceinline__ void weigh() {
-    mask();
     exponentiate();
     differentiate();
   }
   __device__ __forceinline__ void take() {
+    scales_.apply(s, dq);
     round_weights<Element>(w, s);
     taken_ = before_;
   }
@@ -377,6 +485,7 @@ class RowGradientConsumer {
   const int group_, lane_, row_;
   const float factor_;  // base 2, from a product to a score
   RowFactors factors_[2];
+  SumScales<Element> scales_;
   bool marked_ = false;
   RowKeys whole_{};
   int clear_ = 0;

@@ -22,6 +22,7 @@ namespace longspan::kernels::sm90 {
 template <class Element_, int kDim_, int kValueDim_, int kRows_, int kStages_>
 struct WideKeyTile {
   using Element = Element_;
+  static constexpr bool kScored = false, kDrops = false;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kPanels = kDim / 64, kValuePanels = kValueDim / 64;
   static constexpr int kConsumers = 2;

@@ -92,18 +92,22 @@ bool takes_in_order(const AttendParams& params) {
 }
 
 bool takes_gradients(const GradientParams& params) {
-  const bool bf16 = params.dtype == DType::bf16 && params.q_dtype == DType::bf16 &&
-                    params.kv_dtype == DType::bf16 && params.dout_dtype == DType::bf16;
+  const bool alike = params.q_dtype == params.dtype && params.kv_dtype == params.dtype &&
+                     params.dout_dtype == params.dtype;
   const auto fits = [](int dim) { return dim % 8 == 0 && dim > 0 && dim <= kWidestGradients; };
-  const auto aligned = [](const auto& rows) {  // as TMA needs it
-    return cuda::is_aligned<8>(rows, DType::bf16) && rows.row_stride > 0 && rows.head_stride > 0;
+  const auto aligned = [&](const auto& rows) {  // as TMA needs it
+    return cuda::is_aligned<8>(rows, params.dtype) && rows.row_stride > 0 && rows.head_stride > 0;
   };
   GradientParams beside = params;  // dout has a map of its own, with the rows of q
   beside.q = params.dout;
-  const bool plain = params.score.softcap == 0.0f && !params.bias && !params.dropout &&
-                     !params.pages && !params.batch.skip_decode && params.tokens > 0 &&
-                     params.batch.size > 0;
-  return bf16 && fits(params.head_dim) && fits(params.value_dim) &&
+  const bool plain = !params.bias.qq && are_biases_straight(params) &&
+                     params.biases.slopes == nullptr && !params.pages &&
+                     !params.batch.skip_decode && params.tokens > 0 && params.batch.size > 0;
+  const bool simple = params.dtype == DType::bf16 && params.score.softcap == 0.0f && !params.bias &&
+                      !params.dropout;
+  return (params.dtype == DType::bf16 || params.dtype == DType::fp16) && alike &&
+         (simple || std::max(params.head_dim, params.value_dim) <= kWidestScored) &&
+         fits(params.head_dim) && fits(params.value_dim) &&
          std::max(params.head_dim, params.value_dim) >= kLeastGradients && plain &&
          is_one_pass(params) && fits_query_map(beside) &&
          params.dout.gap.rows == params.q.gap.rows && params.k.dense() && params.v.dense() &&

@@ -311,7 +311,7 @@ TEST_F(GpuGradients, StoredByTheKernels) {
                    .query_len = {100, 0, 70, 20},
                    .kv_len = {200, 30, 40, 0},
                    .mask = {.causal = true},
-                   .dropout = dim == 64 ? 0.0 : 0.2};
+                   .dropout = dim == 40 || dim == 128 ? 0.2 : 0};
     for (const bool several : {true, false}) {
       if (!several) c.query_len = {110}, c.kv_len = {300};
       const auto seed = static_cast<std::uint32_t>(random_());

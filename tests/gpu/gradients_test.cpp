@@ -369,6 +369,18 @@ TEST_F(GpuGradients, OfScoresOfManyTiles) {
     });
 }
 
+/// Gradients that fp16 holds, but not their products with weights.
+TEST_F(GpuGradients, OfAnyScale) {
+  for (const int power : {-12, 12})
+    for (const int dim : {32, 64, 128})
+      expect_exact({.dtype = DType::fp16,
+                    .heads = 1,
+                    .dim = dim,
+                    .query_len = {200},
+                    .kv_len = {260},
+                    .dout_power = power});
+}
+
 TEST_F(GpuGradients, Of16BitsAndAnyHead) {
   for (const DType dtype : {DType::bf16, DType::fp16})
     for (const int dim : {1, 8, 40, 100, 128, 203, 256, 300})

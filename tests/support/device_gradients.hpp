@@ -48,6 +48,7 @@ struct GradientCase {
   int key_ranks = 1;
   Sharding rows = {};
   int row_ranks = 1;
+  int dout_power = 0;  // gradients of results are of order 2^this
   bool invariant = false;
   bool tf32 = false;
   int gap = 8;             // elements between rows, of NaN
@@ -94,6 +95,8 @@ class DeviceGradients {
     k = drawn(c.dtype, keys() * c.kv_heads * c.dim, seed, 1);
     v = drawn(c.dtype, keys() * c.kv_heads * c.values(), seed, 2);
     dout = drawn(dout_dtype(), tokens() * c.heads * c.values(), seed, 3);
+    if (c.dout_power != 0)  // on fp16's grid
+      for (float& x : dout) x = std::ldexp(std::nearbyint(std::ldexp(x, c.dout_power + 24)), -24);
     draw_biases();
     find_terms(seed);
     hide_unseen();
@@ -371,8 +374,8 @@ class DeviceGradients {
     });
     for (std::int64_t row = 0; row < rows; ++row) {
       lse_.push_back(std::log(sum[row]));
-      delta_.push_back(
-          static_cast<float>((sum[row] > 0 ? of_out[row] / sum[row] : 0.0) - dlse[row]));
+      delta_.push_back(static_cast<float>((sum[row] > 0 ? of_out[row] / sum[row] : 0.0) -
+                                          std::ldexp(double{dlse[row]}, c.dout_power)));
       const double base2 =
           static_cast<double>(static_cast<float>(lse_.back())) * 1.4426950408889634;
       const auto high = static_cast<float>(base2);

@@ -3,16 +3,24 @@
 swept (triton_mla.py) and beside a copy of as many bytes, in one run.
 
     python3 bench/mla_decode.py --machine h200
+    python3 bench/mla_decode.py --machine h200x2 --ranks 2
 
 Ours is a layer of one rank over a bf16 cache in pages of 64 keys. Both sides are captured in graphs
 over caches larger than L2, and take turns; a figure is the median of the rounds. Bytes are those of
-the latent keys. FLOPs are 2 (576 + 512) for each row and key. Records go to mla_decode-<machine>.jsonl.
+the latent keys. FLOPs are 2 (576 + 512) for each row and key. With --ranks, torchrun starts ranks that
+share the keys of one sequence, beside rank 0 alone with all of them. Their efficiency is the time of one rank
+over the product of ranks and the time of all. Records go to mla_decode-<machine>.jsonl.
 """
 
 import argparse
+import os
+import pathlib
 import statistics
+import subprocess
+import sys
 
 import longspan
+import longspan.torch
 import torch
 
 import records
@@ -26,6 +34,7 @@ CASES = [((16, batch, 1, keys), "TB/s", 0.85) for batch in (32, 128) for keys in
 CASES += [((128, 128, 1, keys), "TFLOP/s", 600) for keys in (4096, 8192, 32768)]
 CASES += [((64, 128, 2, 8192), "TFLOP/s", 600), ((128, 1, 1, 32768), "us", 35)]
 OF_TRITON = 3.0
+SHARED = [(128, 1 << 18, None), (128, 1 << 20, 0.92), (16, 1 << 20, None)]  # heads, keys, target efficiency
 
 
 class Case:
@@ -103,13 +112,71 @@ def compare(case, metric, target, args, copy):
     return found
 
 
+def step_us(comm, heads, keys, own, check=False):
+    """One token's attention over a sequence of so many latent keys, of which this rank has `own`."""
+    import torch.distributed as dist
+
+    cache = torch.empty(own, 1, DIM, device="cuda", dtype=torch.bfloat16).normal_()
+    q = torch.randn(1, heads, DIM, device="cuda", dtype=torch.bfloat16, generator=torch.Generator("cuda").manual_seed(1))
+    out = torch.empty(1, heads, LATENT, device="cuda", dtype=torch.bfloat16)
+    layer = longspan.Attention(comm, heads=heads, kv_heads=1, head_dim=DIM, value_dim=LATENT, dtype="bfloat16",
+                               causal=True, softmax_scale=DIM ** -0.5, values_in_keys=True, max_queries=1, max_seqlen_k=keys)
+
+    def step():
+        layer(q, cache, None, out=out, total_keys=keys)
+
+    us = torch_gpu.slowest_replay_ms(step, 5, 30) * 1000
+    if check:  # against products of fp32
+        scores = (q[0].float() @ cache[:, 0].float().T) * DIM ** -0.5
+        most = scores.amax(-1, keepdim=True)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        weights = (scores - most).exp()
+        sums = torch.cat([weights.sum(-1, keepdim=True), weights @ cache[:, 0, :LATENT].float()], -1)
+        dist.all_reduce(sums)
+        right = sums[:, 1:] / sums[:, :1]
+        difference = ((out[0].float() - right).abs().max() / right.abs().max()).item()
+        if not difference < 2e-2:
+            raise SystemExit(f"the result is off by {difference} of the largest: {heads} heads, {keys} keys")
+    return us
+
+
+def over_ranks(args):
+    import torch.distributed as dist
+
+    torch_gpu.join()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    comm, alone = longspan.torch.communicator(), longspan.alone("cuda", gpu=int(os.environ["LOCAL_RANK"]))
+    for heads, keys, target in SHARED:
+        us = statistics.median(step_us(comm, heads, keys, keys // ranks, check=True) for _ in range(args.rounds))
+        one = statistics.median(step_us(alone, heads, keys, keys) for _ in range(args.rounds))
+        efficiency = one / us / ranks
+        case = {"heads": heads, "kv_heads": 1, "dim": DIM, "value_dim": LATENT, "dtype": "bf16", "batch": 1, "tokens": 1,
+                "kv_len": keys, "ranks": ranks}
+        if rank == 0:
+            print(f"heads {heads:>3} keys {keys:>8}: {us:.2f} us on {ranks} ranks, {one:.2f} on one, efficiency "
+                  f"{efficiency:.3f}", flush=True)
+            records.write("mla_decode", args.machine, [
+                records.record("mla_decode", case, "us", round(us, 2), peer="1 rank", peer_value=round(one, 2),
+                               ratio=round(one / us, 3)),
+                records.record("mla_decode", case, "efficiency", round(efficiency, 3), target=target)], args.results)
+        torch.cuda.empty_cache()
+    torch_gpu.leave()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", required=True, help="name for the records, such as h200")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1)
     records.add_arguments(parser)
     args = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a process of torchrun
+        return over_ranks(args)
+    if args.ranks > 1:
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks),
+                str(pathlib.Path(__file__).resolve()), *sys.argv[1:]]
+        sys.exit(subprocess.run(line, env={"OMP_NUM_THREADS": "1"} | os.environ).returncode)
     copy = torch_gpu.copy_bandwidth()
     print(f"# MLA decode on {torch.cuda.get_device_name()}, bf16, median of {args.rounds} rounds; a copy "
           f"reads and writes {copy:.2f} TB/s")

@@ -113,7 +113,7 @@ def compare(case, metric, target, args, copy):
 
 
 def step_us(comm, heads, keys, own, check=False):
-    """One token's attention over a sequence of so many latent keys, of which this rank has `own`."""
+    """One token's attention over a sequence of latent keys, of which this rank has `own`."""
     import torch.distributed as dist
 
     cache = torch.empty(own, 1, DIM, device="cuda", dtype=torch.bfloat16).normal_()

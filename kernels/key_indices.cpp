@@ -108,6 +108,8 @@ void check_indices(const AttendParams& p) {
          "result)");
   refuse(p.shard.layout == Layout::listed && !p.indices.are_slots, "listed keys",
          "give the rows of each rank's own cache (slots), or distribute keys by a rule or ranges");
+  refuse(row_format_of(p.kv_dtype).apart > 0, "rows whose scales lie apart in their page",
+         "give rows that hold their scales");
   refuse(p.batch.skip_decode, "skip_decode", "give the rows of other sequences only");
   refuse(static_cast<bool>(p.parts), "segments handed out", "take states (attend_state)");
   refuse(static_cast<bool>(p.spans) || p.arrivals != nullptr, "keys that travel",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import longspan
+import test_latent_rows
 from device import tensor
 from longspan import sglang, vllm
 from oracle import assert_close, assert_lse_close, host
@@ -86,6 +87,24 @@ def test_slots(rng):
     pages = case.kv.reshape(3, 64, 1, DIM)
     out = longspan.attend(case.q, pages, pages[..., :VALUE], indices=case.indices[:, 0], index_slots=True)
     assert_close(out, case.exactly()[0], "float32")
+
+
+@pytest.mark.parametrize("name", ["latent656", "latent528", "latent352"])
+def test_rows_that_carry_their_scales(rng, name):
+    """As a contiguous cache, whose keys indices name, and in pages, whose slots they name."""
+    stored = test_latent_rows.random_rows(rng, name, 144)
+    keys = test_latent_rows.numbers(name, stored)[:, None]
+    q = rng.standard_normal((5, 16, keys.shape[2]), dtype=np.float32)
+    indices = rng.integers(-2, 146, (5, 1, 40), dtype=np.int32)
+    indices[3] = -1
+    right, _, right_lse = attend_exactly(q, keys, keys[..., :512], indices)
+    for cache, slots in ((stored[:, None], False), (stored.reshape(9, 16, 1, -1), True)):
+        out, lse = longspan.attend(q, cache, None, kv_dtype=name, indices=indices[:, 0], index_slots=slots, return_lse=True)
+        assert_close(out, right, "float32")
+        assert_lse_close(lse, right_lse)
+    with pytest.raises(UNSUPPORTED, match="rows whose scales lie apart in their page with indices"):
+        longspan.attend(q[..., :512].copy(), np.zeros((9, 16, 1, 584), np.uint8), None, kv_dtype="latent584",
+                        indices=indices[:, 0], index_slots=True)
 
 
 @pytest.mark.parametrize("engine", [vllm, sglang])

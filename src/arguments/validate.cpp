@@ -164,6 +164,7 @@ void check_indices(const Options& o) {
     throw Unsupported("gradients with indices are not supported: leave one of them off");
   kernels::AttendParams p;
   p.dtype = o.dtypes.compute;
+  p.kv_dtype = o.dtypes.of_kv();
   p.mask = o.mask;
   p.invariant = o.invariant;
   p.dropout.on = o.dropout.p > 0;

@@ -111,8 +111,8 @@ __device__ inline AlibiTerms alibi_of(const AttendParams& params, const KeyPosit
                                       int sequence, int head, int context_len, int index) {
   AlibiTerms terms{};
   if (params.bias.slopes)
-    find_alibi(params.bias, params.is_causal(sequence), keys, sequence, head, context_len, index,
-               terms);
+    find_alibi(params.bias, params.sees_no_later_key(sequence), keys, sequence, head, context_len,
+               index, terms);
   return terms;
 }
 

@@ -59,9 +59,9 @@ struct OwnedKeys {
 /// What is known of a tile of rows.
 template <int kRows>
 struct KeyRowTile {
-  float lse[kRows], d[kRows];  // RowFactors
-  float infinite_d[kRows];     // of a marked tile: D where it is not finite, else 0
-  RowKeys keys[kRows];         // what each row sees, counted from the first owned key
+  alignas(8) float lse[kRows], d[kRows];  // RowFactors; they are loaded in pairs
+  float infinite_d[kRows];                // of a marked tile: D where it is not finite, else 0
+  RowKeys keys[kRows];                    // what each row sees, counted from the first owned key
   int count;
   bool cut;     // some row does not see all owned keys; `keys` are not set otherwise
   bool marked;  // one of them is (gradients_sm90.cuh)
@@ -94,6 +94,7 @@ struct KeyGradientShared {
   alignas(1024) TilePanels<Element, T::kPanels, 64> k[T::kConsumers], v[T::kConsumers];
   alignas(1024) TilePanels<Element, T::kPanels, T::kRows> q[T::kStages], dout[T::kStages];
   KeyRowTileOf<T> rows[T::kStages];
+  static_assert(sizeof(rows[0]) % 8 == 0 && alignof(KeyRowTileOf<T>) % 8 == 0);
   OwnedKeys work;
   NanBits nan[2][128 * T::kConsumers];  // of dk and dv, of each consumer thread
   Barrier own_full, full[T::kStages], empty[T::kStages];

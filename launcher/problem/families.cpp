@@ -467,6 +467,11 @@ void take_prefix(Problem& p, Random& random) {
   for (int b = 0; b < p.batch(); ++b)
     p.prefix.push_back(below(random, static_cast<int>(p.options.mask.prefix) + 1));
 }
+/// CUDA kernels have no fixed order for a prefix with a window or chunks.
+bool has_fixed_order(const Problem& p, const Sweep& sweep) {
+  const Mask& mask = p.options.mask;
+  return !sweep.gpu || mask.prefix == 0 || (mask.window == 0 && mask.chunk == 0);
+}
 
 /// Gives each sequence 3 bidirectional ranges, of which some may be empty.
 void take_ranges(Problem& p, std::uint64_t seed) {
@@ -618,7 +623,7 @@ Family serving(const Sweep& sweep) {
     const int page = pick(random, {0, 1, 8, 16, 64, 544});
     p.cache = {page, page > 0 && chance(2)};
     const bool shards_queries = chance(3);
-    p.options.invariant = chance(2);
+    p.options.invariant = chance(2) && has_fixed_order(p, sweep);
     p.queries = rule(kRules[below(random, std::size(kRules))]);
     if (!shards_queries) p.queries.reset();
     p.keys = rule({Layout::interleaved, kDeals[below(random, std::size(kDeals))]});
@@ -756,7 +761,7 @@ Family gradients(const Sweep& sweep) {
     if (chance(4) && shape.dim > 1)
       p.options.rope = {.dim = 2 * (1 + below(random, shape.dim / 2)),
                         .interleaved = below(random, 2) == 0};
-    p.options.invariant = chance(3);
+    p.options.invariant = chance(3) && has_fixed_order(p, sweep);
     if (take_strategy(p, i, sweep)) family.problems.push_back(std::move(p));
   }
   return family;

@@ -8,6 +8,7 @@ import pytest
 
 import jobs
 import longspan
+from device import DEVICE
 from longspan import mask
 from oracle import assert_close
 from ranks import Ranks
@@ -133,26 +134,26 @@ def test_flex_attention_agrees(name):
     seen = torch.from_numpy(made.matrix(KEYS).copy())
     tensors = [torch.from_numpy(a) for a in arrays(8)]
     block = flex.create_block_mask(lambda b, h, i, j: seen[i, j], None, None, KEYS, KEYS, device="cpu")
-    found, wanted = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
+    found, wanted = ([t.clone().to(where).requires_grad_() for t in tensors] for where in (DEVICE, "cpu"))
     out = longspan.attend(*found, mask=made)
     q, k, v = (t.transpose(0, 1)[None] for t in wanted)
     k, v = (t.repeat_interleave(2, 1) for t in (k, v))
     judge = flex.flex_attention(*(t.detach() for t in (q, k, v)), block_mask=block)[0].transpose(0, 1)
-    assert_close(out.detach(), judge)
+    assert_close(out.detach().cpu(), judge)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    out.backward(dout)
+    out.backward(dout.to(DEVICE))
     scores = (q @ k.transpose(-1, -2) * 16 ** -0.5).masked_fill(~seen, float("-inf"))
     ((scores.softmax(-1) @ v)[0].transpose(0, 1) * dout).sum().backward()
     for mine, theirs in zip(found, wanted):
-        assert_close(mine.grad, theirs.grad)
+        assert_close(mine.grad.cpu(), theirs.grad)
     import longspan.torch as lt
 
     again = [t.detach().transpose(0, 1)[None].requires_grad_() for t in found]
     other = lt.scaled_dot_product_attention(*again, attn_mask=made, enable_gqa=True)
-    assert_close(other[0].transpose(0, 1).detach(), judge)
-    other.backward(dout.transpose(0, 1)[None])
+    assert_close(other[0].transpose(0, 1).detach().cpu(), judge)
+    other.backward(dout.to(DEVICE).transpose(0, 1)[None])
     for mine, theirs in zip(again, wanted):
-        assert_close(mine.grad[0].transpose(0, 1), theirs.grad)
+        assert_close(mine.grad[0].transpose(0, 1).cpu(), theirs.grad)
 
 
 def call(**given):

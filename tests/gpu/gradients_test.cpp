@@ -204,8 +204,12 @@ TEST_F(GpuGradients, OfQqBias) {
 
 /// Two ranks' sums are the halves of the tree's last fold, in either way to cut.
 TEST_F(GpuGradients, InTheFixedOrder) {
-  for (const GradientCase& c : features({.dtype = DType::fp16, .heads = 1, .invariant = true}))
-    expect_exact(c);
+  for (const GradientCase& c : features({.dtype = DType::fp16, .heads = 1, .invariant = true})) {
+    if (c.mask.prefix > 0 && (c.mask.window > 0 || c.mask.chunk > 0))  // two passes have no order
+      EXPECT_THROW(DeviceGradients(c, 1).run(backend()), Unsupported);
+    else
+      expect_exact(c);
+  }
   for (const DType dtype : {DType::fp32, DType::bf16, DType::fp16}) {
     GradientCase c{.dtype = dtype,
                    .heads = 1,

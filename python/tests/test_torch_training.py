@@ -17,6 +17,7 @@ from device import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 OPS = torch.ops.longspan
+NO_TERMS = (None,) * len(lt._train._OF_ARRAYS)  # of attend_train: sinks, slopes and the like
 WIDE = torch.float64 if DEVICE == "cpu" else torch.float32  # the widest type of products
 EXACT = 1e-12 if DEVICE == "cpu" else 2e-4
 needs_fp64 = pytest.mark.skipif(DEVICE != "cpu", reason="GPUs have no products of fp64")
@@ -189,14 +190,14 @@ def test_operators():
     q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
     name = lt._groups.name_of(None, None, DEVICE)
     sinks = torch.randn(2, requires_grad=True)
-    for terms in ((None,) * 5, (sinks, None, None, None, None)):
+    for terms in (NO_TERMS, (sinks, *NO_TERMS[1:])):
         torch.library.opcheck(OPS.attend_train.default, (q, k, v, *terms, name), dict(causal=True))
-    torch.library.opcheck(OPS.attend_train.default, (q, k, v, *(None,) * 5, name), dict(causal=True, heads_first=True))
+    torch.library.opcheck(OPS.attend_train.default, (q, k, v, *NO_TERMS, name), dict(causal=True, heads_first=True))
     for first in (False, True):
         with torch.no_grad():
-            out, lse, counts = OPS.attend_train(q, k, v, *(None,) * 5, name, heads_first=first)
+            out, lse, counts = OPS.attend_train(q, k, v, *NO_TERMS, name, heads_first=first)
         torch.library.opcheck(OPS.attend_backward.default, tuple(t.detach() for t in (out, lse, q, k, v, out, lse))
-                              + (None,) * 5 + (False, False, counts, name), dict(heads_first=first))
+                              + NO_TERMS + (False, False, counts, name), dict(heads_first=first))
 
 
 def test_checkpoint_accumulation_and_autocast():

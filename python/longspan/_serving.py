@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ._types import Alibi, Alignment, Array, Base, DType, KeyDType, Numbers, OfKind, Stream
     from ._core import Communicator
 
+# The masks of whole sequences, which these calls do not take.
+PLAIN_MASK = dict(attention_chunk=0, chunk_lookback=0, prefix=0, clamp_bidirectional=False)
+
 Segments = namedtuple("Segments", "output max expsum keys tile")
 Segments.__doc__ = """States of segments of the keys, float32, natural units.
 
@@ -217,7 +220,7 @@ def segmented_attention(q: Array, k_cache: Array, v_cache: Array, block_table: A
         k_descale=k_descale, v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k, return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal,
         window_size=window_size, softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, segments=segments,
-        segment_keys=segment_keys, tile=tile, skip_decode=skip_decode, causal_alignment=causal_alignment)
+        segment_keys=segment_keys, tile=tile, skip_decode=skip_decode, causal_alignment=causal_alignment, **PLAIN_MASK)
     return made if segments is None else Segments(*made, segment_keys, tile)
 
 
@@ -275,7 +278,7 @@ def context_attention(q: Array, k: Array | None, v: Array | None, k_cache: Array
         v_descale=v_descale, out_scale=out_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         return_lse=return_lse, out=out, lse=lse, stream=stream, causal=causal, window_size=window_size,
         softmax_scale=softmax_scale, softcap=softcap, alibi=alibi, k=k, v=v, skip_decode=skip_decode,
-        out_scale_inv=out_scale_inv, causal_alignment="lower_right")
+        out_scale_inv=out_scale_inv, causal_alignment="lower_right", **PLAIN_MASK)
 
 
 def append_kv(k: Array, v: Array | None, k_cache: Array, v_cache: Array | None, slot_mapping: Numbers, *,

@@ -21,7 +21,7 @@ from ._core import Communicator
 from ._errors import InputError, UnsupportedError
 from ._mla import FlashMLASchedMeta, append, cutlass, flash_mla, sparse_prefill
 from ._names import TRANSLATED, check_shape, in_their_words, is_fp8, refuse, required, type_of
-from ._serving import narrow_lse, wide_lse
+from ._serving import PLAIN_MASK, narrow_lse, wide_lse
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def unified_attention(q: Array, k: Array, v: Array, out: Array, cu_seqlens_q: Ar
             v_descale=v_descale, out_scale=output_scale, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
             return_lse=False, out=out, lse=None, stream=None, causal=causal, window_size=window_size,
             softmax_scale=softmax_scale, softcap=softcap, alibi="context", segments=None, segment_keys=0, tile=16,
-            skip_decode=False, causal_alignment="lower_right")
+            skip_decode=False, causal_alignment="lower_right", **PLAIN_MASK)
     except TRANSLATED as error:
         raise in_their_words(error, _UNIFIED) from None
 
@@ -342,7 +342,7 @@ def context_attention_fwd(q: Array, k: Array | None, v: Array | None, o: Array, 
                  k_descale=k_scale, v_descale=v_scale, out_scale=fp8_out_scale, max_seqlen_q=max_input_len,
                  max_seqlen_k=None, return_lse=False, out=o, lse=None, stream=None, causal=causal,
                  window_size=(left, -1), softmax_scale=sm_scale, softcap=0.0, alibi="query", skip_decode=skip_decode,
-                 causal_alignment="lower_right")
+                 causal_alignment="lower_right", **PLAIN_MASK)
     try:
         if k is None:
             _core.segmented_attention(**paged, segments=None, segment_keys=0, tile=16)

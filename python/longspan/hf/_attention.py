@@ -27,9 +27,10 @@ _masks: dict[tuple, type] = {}
 
 
 @torch.compiler.assume_constant_result
-def _mask_type(who: str, causal: bool, window: int | None, padding: str | None, chunk: int | None, clamped: bool) -> type:
-    made = type("Mask", (Mask,), dict(who=who, causal=causal, window=window, padding=padding, chunk=chunk, clamped=clamped))
-    return _masks.setdefault((who, causal, window, padding, chunk, clamped), made)
+def _mask_type(who: str, causal: bool, window: int | None, padding: str | None, chunk: int | None, images: bool,
+               clamped: bool) -> type:
+    fields = dict(who=who, causal=causal, window=window, padding=padding, chunk=chunk, images=images, clamped=clamped)
+    return _masks.setdefault(tuple(fields.values()), type("Mask", (Mask,), fields))
 
 
 def _refuse(name: str, why: str = "is not supported") -> None:
@@ -164,7 +165,7 @@ def _visible(module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask
             raise UnsupportedError(f"{type(module).__name__} has sliding_window={sliding_window}, and its mask {window}; "
                                    "which of them holds is not clear")
         hidden = _hidden(attention_mask, share)
-        if attention_mask.ranges is not None:
+        if type(attention_mask).images:
             if share is not None:
                 _refuse("a mask of images over a ShardedCache")
             hidden["bidirectional"] = attention_mask.ranges
@@ -222,9 +223,11 @@ def mask(batch_size: int, q_length: int, kv_length: Any, mask_function: Any = ca
     offset = 0 if kv_offset is q_offset or isinstance(kv_offset, Tensor) else kv_offset
     if chunk is not None and offset:
         chunk, padding, numbers = _moved_chunk(chunk, padding, found, numbers, q_length, kv_length, offset)
+    # A last token sees no later one.
+    images = blocks is not None and (q_length > 1 or (window is not None and not clamped))
     made = numbers.expand(batch_size, 1, q_length, kv_length).as_subclass(
-        _mask_type(type(config).__name__, causal, window, padding, chunk, clamped))
-    if blocks is not None and (q_length > 1 or (window is not None and not clamped)):  # a last token sees no later one
+        _mask_type(type(config).__name__, causal, window, padding, chunk, images, clamped))
+    if images:
         made.ranges = _ranges_of(blocks, batch_size, offset, kv_length)
     return made
 

@@ -57,8 +57,8 @@ class Mask(Sealed):
     padding: str | None = None  # "left" or "right"
     window: int | None = None  # keys that a token sees, its own included
     chunk: int | None = None  # keys of a chunk, whose tokens see only those of their own
+    images = False  # an instance has `ranges`, [batch, count, 2]: tokens that see each other, as those of an image
     clamped = False  # ranges do not reach past the window
-    ranges: Tensor | None = None  # [batch, count, 2] of an instance: tokens that see each other, as those of an image
 
     @classmethod
     def why(cls, name: str) -> str:

@@ -652,7 +652,7 @@ def concat_and_cache_mla(kv_c: Array, k_pe: Array, kv_cache: Array, slot_mapping
     >>> from longspan.vllm import concat_and_cache_mla
     >>> kv_c, k_pe, cache = np.ones((2, 512), np.float32), np.ones((2, 64), np.float32), np.zeros((3, 64, 656), np.uint8)
     >>> concat_and_cache_mla(kv_c, k_pe, cache, [70, -1], "fp8_ds_mla")
-    >>> int(cache[1, 6, 0]), float(cache[1, 6, 512:516].view(np.float32)[0]) == 1 / 448
+    >>> int(cache[1, 6, 0]), bool(cache[1, 6, 512:516].view(np.float32)[0] == np.float32(1 / 448))
     (126, True)
     """
     append(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, scale)

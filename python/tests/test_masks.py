@@ -174,7 +174,7 @@ def call(**given):
     (lambda: call(attention_chunk=-1), longspan.UsageError, "attention_chunk -1 is not in"),
     (lambda: call(chunk_lookback=2), longspan.UsageError, "chunk_lookback 2 without"),
     (lambda: call(prefix=-1), longspan.UsageError, "prefix -1 is not in"),
-    (lambda: call(prefix_lens=[3]), longspan.InputError, "prefix_lens is given to a layer without a prefix"),
+    (lambda: call(prefix_lens=[3]), longspan.InputError, "prefix_lens is given, and the layer's mask has no prefix"),
     (lambda: call(prefix=2, prefix_lens=[3], window_size=(5, 0)), longspan.InputError, r"prefix_lens\[0\] is 3"),
     (lambda: call(prefix=2, documents=[0, KEYS]), longspan.UnsupportedError, "prefix with documents"),
     (lambda: mask.chunked(0), longspan.InputError, "size is 0"),

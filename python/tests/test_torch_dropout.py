@@ -87,7 +87,7 @@ def test_compiled():
 def test_operators():
     q, k, v = (torch.randn(1, 9, 2, 16, requires_grad=True) for _ in range(3))
     name = lt._groups.name_of(None, None, DEVICE)
-    torch.library.opcheck(torch.ops.longspan.attend_train.default, (q, k, v, None, None, None, None, torch.tensor([5]), name),
+    torch.library.opcheck(torch.ops.longspan.attend_train.default, (q, k, v, *(None,) * 6, torch.tensor([5]), name),
                           dict(dropout_p=0.5))
     torch.library.opcheck(torch.ops.longspan.seed_of_rank_0.default, (torch.tensor([5, 6]), name))
 

@@ -20,7 +20,7 @@ FUNCTIONS = [longspan.attend, longspan.Attention.__init__, longspan.Attention.__
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__qualname__)
 def test_every_argument_has_a_type(function):
-    hints = typing.get_type_hints(function, localns={**vars(longspan), **vars(typing), **vars(_types)})
+    hints = typing.get_type_hints(function, localns={**vars(longspan), **vars(longspan.mask), **vars(typing), **vars(_types)})
     for name in inspect.signature(function).parameters:
         if name == "self":
             continue

@@ -309,8 +309,8 @@ RunArrays arrays_of(const AttentionArgs& args, const Options& options, int rank,
   a.prefix = array_of<std::int32_t>(args.prefix_len, "prefix_len", a.batch, device);
   require(
       a.prefix == nullptr || options.mask.prefix > 0,
-      "prefix_len is given to a layer without a prefix: Options::mask.prefix is the most of any "
-      "sequence");
+      "prefix_len is given, and the layer's mask has no prefix: make the layer with the longest "
+      "prefix of any sequence");
   a.left_padding = array_of<std::int32_t>(args.left_padding, "left_padding", a.batch, device);
   a.used_rows = array_of<std::int32_t>(args.query_len, "query_len", a.batch, device);
   a.sinks = floats_of(args.sinks, "sinks", options.heads, device);

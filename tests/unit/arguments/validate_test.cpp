@@ -1018,7 +1018,7 @@ TEST(Validate, FeaturesOfARun) {
       r.*field = Tensor(p.padding.data(), {2});
     };
   };
-  refuse_run("prefix_len is given to a layer without a prefix",
+  refuse_run("prefix_len is given, and the layer's mask has no prefix",
              vector(&AttentionArgs::prefix_len, 1, 1));
   refuse_run("left_padding[0] is -1; the sequence has 20 keys, so it is 0 to 20",
              vector(&AttentionArgs::left_padding, -1, 0));

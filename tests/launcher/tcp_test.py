@@ -44,7 +44,7 @@ class TcpTest(CommandTest):
                 done = self.ranks(ranks, "verify", "--quick", "--seed", ranks)
                 self.assertEqual([status for status, _, _ in done], [OK] * ranks, done)
                 rows = [text for text in done[0][1].splitlines() if not text.startswith("#")]
-                self.assertEqual(len(rows), 19, done[0])
+                self.assertEqual(len(rows), 20, done[0])
                 compared = [text for text in rows if ranks == 2 or not text.startswith(" same bits")]
                 self.assertTrue(all(text.endswith("pass") for text in compared), done[0])
                 self.assertIn(f"TCP | {ranks} ranks, 1 node", done[0][1])

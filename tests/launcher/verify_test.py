@@ -13,7 +13,7 @@ class VerifyTest(CommandTest):
                 done = longspan(ranks, "verify", "--quick", "--seed", ranks, timeout=500)
                 self.ends(done, OK)
                 rows = [text for text in done.stdout.splitlines() if not text.startswith("#")]
-                self.assertEqual(len(rows), 19, done.stdout)
+                self.assertEqual(len(rows), 20, done.stdout)
                 bits = [text for text in rows if text.startswith(" same bits")]
                 others = [text for text in rows if text not in bits]
                 self.assertTrue(all(text.endswith("pass") for text in others), done.stdout)

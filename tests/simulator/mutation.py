@@ -41,7 +41,8 @@ MERGE = ["combine/merge.cu"]
 FAMILIES = {
     "decode": (DECODE, KERNELS,
                "Decode/*:*Serve*decode_pages_of_16:*Serve*decode_packed*:*Serve*decode_draft*:"
-               "*Serve*decode_long*:*Serve*decode_shares*:*Behind*decode*:NewKeys*"),
+               "*Serve*decode_long*:*Serve*decode_shares*:*Serve*decode_chunks:*Serve*decode_prefixes:"
+               "*Behind*decode*:NewKeys*"),
     "mla": (["mla/instances/mla_bf16.cu", "mla/instances/mla_fp16.cu"], KERNELS, "*latent*"),
     "portable": (PORTABLE, KERNELS, "Portable/*:*Serve*portable_*"),
     "fp32": (SINGLE, KERNELS, "Single/*:*Serve*single*:*Serve*fp32_*"),

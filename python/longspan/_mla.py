@@ -276,9 +276,32 @@ def _sparse_decode(q, k_cache, indices, head_dim_v, softmax_scale, causal, sink,
     return out.reshape(batch, tokens, heads, int(head_dim_v)), contiguous(lse.swapaxes(1, 2))
 
 
-def sparse_prefill(q: Array, kv: Array, indices: Array, sm_scale: float, d_v: int, attn_sink: Array | None,
-                   topk_length: Array | None) -> tuple[Array, Array, Array]:
-    """flash_mla_sparse_fwd of FlashMLA, vLLM and SGLang."""
+def flash_mla_sparse_fwd(q: Array, kv: Array, indices: Array, sm_scale: float, d_v: int = 512,
+                         attn_sink: Array | None = None,
+                         topk_length: Array | None = None) -> tuple[Array, Array, Array]:
+    """DeepSeek's sparse prefill: each token sees the rows of kv that its indices name.
+
+    Args:
+        q: [tokens, heads, head_dim], absorbed; any number of heads.
+        kv: [keys, kv_heads, head_dim], latent rows whose first d_v columns are the values.
+        indices: [tokens, kv_heads, topk] int32 rows of kv. One below 0 or past the end is nobody, and one that is given
+            twice counts twice. topk is any number.
+        sm_scale: factor of the scores; d_v: columns of a row that are its value.
+        attn_sink: [heads] float32, a learned sink, which is in out, and not in the others.
+        topk_length: [tokens] int32: the first indices of a token that count.
+
+    Returns:
+        (out [tokens, heads, d_v], max_logits [tokens, heads], lse [tokens, heads] float32, natural). The out of a row
+        that sees no key is 0, and both others are -inf; the lse of FlashMLA is then +inf.
+
+    >>> import numpy as np
+    >>> from longspan.vllm import flash_mla_sparse_fwd
+    >>> q, kv = np.random.default_rng(0).standard_normal((2, 100, 16, 576), dtype=np.float32)
+    >>> indices = np.random.default_rng(1).integers(-1, 100, (3, 1, 64), dtype=np.int32)
+    >>> out, max_logits, lse = flash_mla_sparse_fwd(q[:3], kv[:, :1], indices, 192 ** -0.5)
+    >>> out.shape, lse.shape
+    ((3, 16, 512), (3, 16))
+    """
     check_shape("q", q, (None,) * 3, "[tokens, heads, head_dim]")
     check_shape("kv", kv, (None, None, q.shape[2]), "[keys, kv_heads, head_dim]")
     check_shape("indices", indices, (q.shape[0], kv.shape[1], None), "[tokens, kv_heads, topk]")

@@ -10,7 +10,7 @@ here; vLLM's are [heads, tokens] (longspan.vllm), FlashInfer's of base 2 (longsp
 from __future__ import annotations
 
 from . import _core
-from ._mla import FlashMLASchedMeta, cutlass, flash_mla, sparse_prefill
+from ._mla import FlashMLASchedMeta, cutlass, flash_mla, flash_mla_sparse_fwd
 from ._names import TRANSLATED, check_shape, in_their_words
 from ._serving import narrow_lse, wide_lse
 
@@ -110,35 +110,6 @@ def flash_mla_with_kvcache(q: Array, k_cache: Array, block_table: Array, cache_s
     return flash_mla("longspan.sglang.flash_mla_with_kvcache", q, k_cache, block_table, cache_seqlens, head_dim_v,
                      softmax_scale, causal, descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=is_fp8_kvcache,
                      indices=indices)
-
-
-def flash_mla_sparse_fwd(q: Array, kv: Array, indices: Array, sm_scale: float, d_v: int = 512,
-                         attn_sink: Array | None = None,
-                         topk_length: Array | None = None) -> tuple[Array, Array, Array]:
-    """DeepSeek's sparse prefill: each token sees the rows of kv that its indices name.
-
-    Args:
-        q: [tokens, heads, head_dim], absorbed; any number of heads.
-        kv: [keys, kv_heads, head_dim], latent rows whose first d_v columns are the values.
-        indices: [tokens, kv_heads, topk] int32 rows of kv. One below 0 or past the end is nobody, and one that is given
-            twice counts twice. topk is any number.
-        sm_scale: factor of the scores; d_v: columns of a row that are its value.
-        attn_sink: [heads] float32, a learned sink, which is in out, and not in the others.
-        topk_length: [tokens] int32: the first indices of a token that count.
-
-    Returns:
-        (out [tokens, heads, d_v], max_logits [tokens, heads], lse [tokens, heads] float32, natural). A row that sees no key
-        is 0, and -inf in both; there its lse is +inf.
-
-    >>> import numpy as np
-    >>> from longspan.sglang import flash_mla_sparse_fwd
-    >>> q, kv = np.random.default_rng(0).standard_normal((2, 100, 16, 576), dtype=np.float32)
-    >>> indices = np.random.default_rng(1).integers(-1, 100, (3, 1, 64), dtype=np.int32)
-    >>> out, max_logits, lse = flash_mla_sparse_fwd(q[:3], kv[:, :1], indices, 192 ** -0.5)
-    >>> out.shape, lse.shape
-    ((3, 16, 512), (3, 16))
-    """
-    return sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
 
 
 def cutlass_mla_get_workspace_size(max_seq_len: int, num_batches: int, sm_count: int = 0, num_kv_splits: int = 1) -> int:

@@ -140,23 +140,7 @@ std::int64_t count_of(nb::handle given, const char* name) {
   return given.is_none() ? -1 : small(integer(given, name), name);
 }
 
-Tensor flat(Tensor t, const char* name) {
-  if (t.dims != 4) return t;
-  if (t.shape[0] > 1 && t.shape[1] > 0 && t.stride[0] != t.shape[1] * t.stride[1])
-    throw InputError(std::string(name) + " is " + shape_text(t) +
-                     " and its sequences do not follow each other in memory; copy it");
-  std::int64_t rows = 0;
-  if (__builtin_mul_overflow(t.shape[0], t.shape[1], &rows))
-    throw InputError(std::string(name) + " is " + shape_text(t) + ", more rows than 63 bits count");
-  for (int d = 1; d < 3; ++d) {
-    t.stride[d - 1] = t.stride[d];
-    t.shape[d] = t.shape[d + 1];
-  }
-  t.shape[0] = rows;
-  t.stride[2] = t.stride[3];
-  t.dims = 3;
-  return t;
-}
+Tensor flat(Tensor t, const char* name) { return rows_of_batch(t, t.dims == 4, name); }
 
 void DenseCopies::take(Array& array, const char* name) {
   const Tensor& t = array.tensor();

@@ -25,8 +25,8 @@ void check_threads(int threads);
 /// Throws UsageError for constants from which no time can be predicted.
 void check_machine(const Machine& machine);
 
-/// Check a mask, and the numbers of a score over heads of `head_dim`; `refuse` throws the caller's
-/// kind of error.
+/// Check what indices are, a mask, and the numbers of a score over heads of `head_dim`; `refuse`
+/// throws the caller's kind of error.
 void check_index_options(const IndexOptions& o, void (*refuse)(const std::string&));
 void check_mask(const Mask& mask, void (*refuse)(const std::string&));
 void check_score(const ScoreOptions& score, int head_dim, void (*refuse)(const std::string&));

@@ -135,7 +135,7 @@ struct Geometry {
     return rule;
   }
   /// Whether rows may see two intervals: their prefix is not part of the other one.
-  bool sees_prefix() const { return mask.prefix > 0 && (mask.window > 0 || mask.chunk > 0); }
+  bool sees_prefix() const { return mask.sees_prefix_apart(); }
   /// The positions that the query at `position` of sequence b sees. For CUDA, whose kernels take
   /// one interval: with a prefix one of two, as `only_prefix` says. Both ends ascend with the row.
   LONGSPAN_HD Interval visible(int b, std::int64_t position, std::int64_t kv_len) const {

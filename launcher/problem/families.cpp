@@ -469,8 +469,7 @@ void take_prefix(Problem& p, Random& random) {
 }
 /// CUDA kernels have no fixed order for a prefix with a window or chunks.
 bool has_fixed_order(const Problem& p, const Sweep& sweep) {
-  const Mask& mask = p.options.mask;
-  return !sweep.gpu || mask.prefix == 0 || (mask.window == 0 && mask.chunk == 0);
+  return !sweep.gpu || !p.options.mask.sees_prefix_apart();
 }
 
 /// Gives each sequence 3 bidirectional ranges, of which some may be empty.

@@ -92,6 +92,9 @@ struct Mask {
     return keys;
   }
 
+  /// Whether a row may see two intervals: the prefix, and another that does not hold all of it.
+  LONGSPAN_HD bool sees_prefix_apart() const { return prefix > 0 && (window > 0 || chunk > 0); }
+
   /// Whether all members are equal.
   bool operator==(const Mask&) const = default;
 };

@@ -15,6 +15,7 @@
 #include "longspan/longspan.hpp"
 #include "longspan/reshard.hpp"
 #include "longspan/stored_row.hpp"
+#include "tests/dist/latent_error.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -145,30 +146,7 @@ class LatentRows : public testing::Test {
 
   /// The largest difference of out and lse from float64 of `keys`.
   double off(const std::vector<float>& found, const std::vector<float>& keys) const {
-    const std::int64_t count = s.rows * s.heads;
-    double most = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t seen = s.keys - s.rows + i / s.heads + 1;
-      std::vector<double> out(static_cast<std::size_t>(f.value_dim));
-      double sum = 0;
-      for (std::int64_t j = 0; j < seen; ++j) {
-        double score = 0;
-        for (int d = 0; d < f.dim; ++d) score += double{q[at(i, d)]} * keys[at(j, d)];
-        const double weight = std::exp(score / std::sqrt(double(f.dim)));
-        sum += weight;
-        for (int d = 0; d < f.value_dim; ++d)
-          out[static_cast<std::size_t>(d)] += weight * keys[at(j, d)];
-      }
-      const auto differ = [&](double right, float got) {
-        const double error = std::abs(right - got);
-        if (!(error <= most)) most = error;  // also NaN
-      };
-      for (int d = 0; d < f.value_dim; ++d)
-        differ(out[static_cast<std::size_t>(d)] / sum,
-               found[static_cast<std::size_t>(i * f.value_dim + d)]);
-      differ(std::log(sum), found[static_cast<std::size_t>(count * f.value_dim + i)]);
-    }
-    return most;
+    return latent_error(q, keys, found, {s.rows, s.heads, s.keys, f.dim, f.value_dim});
   }
   /// Results of bf16 are rounded once: half of the last of 8 bits of numbers up to 4.
   double bound() const { return s.compute == bf16 ? 0x1p-7 : 3e-5; }

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,6 +12,7 @@
 #include "longspan/buffer.hpp"
 #include "longspan/longspan.hpp"
 #include "src/strategy/strategy.hpp"
+#include "tests/dist/latent_error.hpp"
 #include "tests/dist/world.hpp"
 #include "tests/support/message.hpp"
 
@@ -91,39 +91,13 @@ class Latent : public testing::Test {
 
   /// The largest difference of out and lse from float64.
   double off(const std::vector<float>& found) const {
-    const std::int64_t count = s.rows * s.heads;
-    double most = 0;
-    for (std::int64_t i = 0; i < count; ++i) {
-      const std::int64_t seen = s.keys - s.rows + i / s.heads + 1;
-      std::vector<double> out(static_cast<std::size_t>(s.value_dim));
-      double sum = 0;
-      for (std::int64_t j = 0; j < seen; ++j) {
-        double score = 0;
-        for (int d = 0; d < s.dim; ++d) score += double{q[at(i, d)]} * k[at(j, d)];
-        const double weight = std::exp(score / std::sqrt(double(s.dim)));
-        sum += weight;
-        for (int d = 0; d < s.value_dim; ++d)
-          out[static_cast<std::size_t>(d)] += weight * k[at(j, d)];
-      }
-      const auto differ = [&](double right, float got) {
-        const double error = std::abs(right - got);
-        if (!(error <= most)) most = error;  // also NaN
-      };
-      for (int d = 0; d < s.value_dim; ++d)
-        differ(out[static_cast<std::size_t>(d)] / sum,
-               found[static_cast<std::size_t>(i * s.value_dim + d)]);
-      differ(std::log(sum), found[static_cast<std::size_t>(count * s.value_dim + i)]);
-    }
-    return most;
+    return latent_error(q, k, found, {s.rows, s.heads, s.keys, s.dim, s.value_dim});
   }
 
   Buffer on_device(const std::vector<float>& values) const {
     Buffer memory(world.device(), std::max<std::size_t>(1, values.size()) * sizeof(float));
     if (!values.empty()) memory.upload(values.data());
     return memory;
-  }
-  std::size_t at(std::int64_t row, int d) const {
-    return static_cast<std::size_t>(row * s.dim + d);
   }
   std::vector<float> fill(std::int64_t count) {
     std::vector<float> values(static_cast<std::size_t>(count));
